@@ -1,7 +1,6 @@
 """Prove sharded data-parallel training right, bit for bit, on a simulated cluster in one process.
 
-Importing this package imports neither torch nor anything else that is slow. Each name below is
-loaded at its first use.
+Importing this package is fast and does not import torch. Each name below is loaded on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Diagnosis of this machine: the parts that it can run, and why it cannot run the others."""
+"""Diagnosis of this machine: parts that it can run, and why it cannot run the others."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ TORCH_LEAST = (2, 11)
 """Oldest torch that zero_sim is tested with."""
 NCCL_SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 NCCL_SHARING_LEAST = (2, 30)
-"""Oldest NCCL in which several ranks can share a GPU."""
+"""Oldest NCCL in which ranks can share a GPU."""
 
 _SIM_PARTS = ("zero_sim.sim", "zero_sim.run.runner")
 
 
 def examine() -> tuple[Fact, ...]:
-    """Examine the interpreter, torch and the optional parts; imports torch.
+    """Examine the interpreter, torch and optional parts; imports torch.
 
     Returns:
-        Facts in display order. The machine can run scenarios if each required one is ok.
+        Facts in display order. The machine can run scenarios if each required fact is ok.
     """
     facts = [
         Fact(name="zero_sim", value=zero_sim.__version__, ok=True),
@@ -94,7 +94,7 @@ def _sim_facts() -> Iterator[Fact]:
     for module in _SIM_PARTS:
         try:
             importlib.import_module(module)
-        # Any error, because a broken installation is reported here like all other problems.
+        # Any error, because a broken installation is a problem to report like all others.
         except Exception as error:  # noqa: BLE001
             note = f"import {module} failed: {type(error).__name__}: {error}"
             yield Fact(name="sim backend", value="broken", ok=False, note=note, required=True)
@@ -115,7 +115,7 @@ def _real_facts() -> Iterator[Fact]:
     yield Fact(name="gpus", value=str(count), ok=count > 0, note=note)
     note = "" if count else "needs a GPU, and a torch built with CUDA"
     yield Fact(name="run: device cuda", value="yes" if count else "no", ok=count > 0, note=note)
-    # Without NCCL, its version cannot be imported.
+    # Without NCCL, importing its version fails.
     nccl = _nccl_version() if dist.is_nccl_available() else ()
     version = ".".join(map(str, nccl))
     note = "" if nccl else "this torch was built without NCCL"
@@ -129,10 +129,10 @@ def _real_facts() -> Iterator[Fact]:
 def shared_gpu_fact(
     *, nccl: tuple[int, ...], gpu_count: int, environment: Mapping[str, str]
 ) -> Fact:
-    """Return the fact whether several NCCL ranks can share one GPU.
+    """Return a fact: can several NCCL ranks share one GPU?
 
     Args:
-        nccl: Version of NCCL; empty if there is none.
+        nccl: NCCL version; empty without NCCL.
         gpu_count: GPUs of this machine.
         environment: Variables of this process.
     """
@@ -155,7 +155,7 @@ def shared_gpu_fact(
 def _nccl_version() -> tuple[int, ...]:
     try:
         return tuple(importlib.import_module("torch.cuda.nccl").version())
-    # A build without CUDA has this module, but not the functions that it calls.
+    # A build without CUDA has this module but not the functions it calls.
     except (ImportError, AttributeError, RuntimeError):
         return ()
 

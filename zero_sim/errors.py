@@ -1,7 +1,7 @@
-"""Errors of zero_sim: one small tree, with the exit status of the command line for each.
+"""Errors of zero_sim: a small tree of classes, each with its exit status on the command line.
 
-Each message follows one pattern: expected, got, where, remedy. Mistakes of the user raise these
-errors. An `assert` that fails is a bug of zero_sim.
+Each message follows one pattern: expected, got, where, remedy. User mistakes raise these errors. A
+failing `assert` is a bug in zero_sim.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ZeroSimError(Exception):
     exit_status = 1
 
     def __init__(self, *args: object) -> None:
-        # Messages contain values of users' files, which may have any length.
+        # Messages contain values from users' files, which may have any length.
         super().__init__(*(clipped(arg) if isinstance(arg, str) else arg for arg in args))
 
     @property
@@ -28,8 +28,8 @@ class ZeroSimError(Exception):
         return str(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By __new__, because the arguments of __init__ differ from the message.
-        # Errors cross process boundaries, so they must be picklable.
+        # Errors cross process boundaries, so they must be picklable. By __new__, because __init__
+        # may take other arguments than the message.
         return _copied, (type(self), *self.args), self.__dict__
 
 
@@ -52,7 +52,7 @@ class UntrainableError(UsageError):
 
 
 class UnsupportedByFloat64(ZeroSimError):
-    """A script that uses the bits of a float, so that it cannot run in float64."""
+    """A script that uses a float's bits, so it cannot run in float64."""
 
     def __init__(self, use: str) -> None:
         super().__init__(f"expected uses of floats that work in any dtype, got {use}.")
@@ -66,10 +66,10 @@ class EnvironmentProblem(ZeroSimError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """A mistake in a scenario, or in another file that a person wrote."""
+    """A mistake in a scenario, or in another file written by a person."""
 
     path: str
-    """Dotted path of the field, such as `world.size`; empty for the file as a whole."""
+    """Dotted field path, such as `world.size`; empty for the whole file."""
     message: str
     """Expected and got values."""
     suggestion: str = ""
@@ -77,7 +77,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         for name in ("path", "message", "suggestion"):
-            # A frozen dataclass can only change its fields in this way.
+            # The only way in which a frozen dataclass can change its fields.
             object.__setattr__(self, name, clipped(getattr(self, name)))
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class Problem:
 
 
 class ScenarioError(UsageError):
-    """An invalid scenario, or a file beside it, with all of its problems, not only the first."""
+    """An invalid scenario, or a file beside it, with all of its problems."""
 
     def __init__(self, source: str, problems: Iterable[Problem]) -> None:
         self.source = source
@@ -115,4 +115,4 @@ class BundleError(UsageError):
 
 
 class MutantError(ZeroSimError):
-    """A seeded fault that no longer fits the code it was written for."""
+    """A seeded fault that no longer fits its code."""

@@ -1,7 +1,7 @@
-"""Untrusted input: text to show, files to read, and their nesting.
+"""Untrusted input: text to show, files to read, and nested values.
 
-Names come from scenario files, bundles and the modules of systems under test. Printed unchanged,
-they could forge lines of a report, recolour or rename a terminal, or reverse text.
+Names come from scenario files, bundles and modules under test. Printed unchanged, they could forge
+report lines, recolour or rename a terminal, or reverse text.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-# More than nearly all paths have.
+# Nearly all paths are shorter.
 WORD_CHARS_MAX = 300
 LINE_CHARS_MAX = 3000
 NESTING_MAX = 32
-"""Levels of nested tables and arrays. Files of zero_sim have about ten at most."""
+"""Levels of nested tables and arrays. zero_sim's own files have about ten."""
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -36,31 +36,31 @@ class Unreadable(Exception):
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    r"""Spell out all invisible characters of a text: `\n`, `\x1b`, `\u202e`.
+    r"""Spell out a text's invisible characters: `\n`, `\x1b`, `\u202e`.
 
     These are control characters, characters that reverse or hide text, blanks other than a space,
     and surrogates. The result has no effect on a terminal, and can always be encoded.
 
     Args:
         text: Any text.
-        lines: True if the text may contain several lines, with tabs.
+        lines: True to keep line breaks and tabs.
     """
     if text.isprintable():
         return text
     kept = "\n\t" if lines else ""
     return "".join(
-        # ascii() spells a character out within quotes, which are cut off.
+        # ascii() spells out a character within quotes, which are cut off.
         char if char.isprintable() or char in kept else ascii(char)[1:-1]
         for char in text
     )
 
 
 def clipped(text: str) -> str:
-    """Shorten a message whose values are too long, by cutting the middle of words and lines.
+    """Shorten a message with long values: cut the middle of words and lines.
 
     Words keep `WORD_CHARS_MAX` characters, and lines `LINE_CHARS_MAX`.
     """
-    # The common case: neither a word nor a line can be too long.
+    # Common case: no word or line can be too long.
     if len(text) <= WORD_CHARS_MAX:
         return text
     # Words first, because one long value must not hide the rest of its line.
@@ -71,19 +71,19 @@ def clipped(text: str) -> str:
 def _without_middle(text: str, *, most: int) -> str:
     if len(text) <= most:
         return text
-    # Most of the beginning, and the end, which often has a file's name.
+    # Keep most of the beginning, and the end, which is often a file name.
     head, tail = most * 2 // 3, most // 3
     return f"{text[:head]}[... {len(text) - head - tail:,} characters ...]{text[-tail:]}"
 
 
 def open_regular(path: Path, *, follow: bool = True, append: bool = False) -> BinaryIO:
-    """Open a regular file for reading, and no other kind of file.
+    """Open a regular file for reading. Refuse any other kind.
 
     A pipe would block, and a device may have no end.
 
     Args:
         path: Path of the file.
-        follow: True if it may be a link to a regular file.
+        follow: True to allow a link to a regular file.
         append: True to open it for unbuffered writing at its end as well.
 
     Raises:
@@ -91,8 +91,8 @@ def open_regular(path: Path, *, follow: bool = True, append: bool = False) -> Bi
         OSError: It does not exist, or cannot be opened.
     """
     _require_regular(os.stat(path, follow_symlinks=follow).st_mode)
-    # The file may be replaced after the check, so do not follow links or wait for a pipe here,
-    # and check the opened file again.
+    # The file may be replaced after this check. So do not follow links or wait for a pipe here, and
+    # check the opened file again.
     flags = os.O_RDWR | os.O_APPEND if append else os.O_RDONLY
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     handle = os.open(path, flags)
@@ -105,20 +105,19 @@ def open_regular(path: Path, *, follow: bool = True, append: bool = False) -> Bi
 
 
 def read_regular(path: Path, *, bytes_max: int, follow: bool = True) -> bytes:
-    """Read a regular file, and no other kind of file.
+    """Read a regular file. Refuse any other kind.
 
     Args:
         path: Path of the file.
-        bytes_max: Limit of its size.
-        follow: True if it may be a link to a regular file.
+        bytes_max: Size limit.
+        follow: True to allow a link to a regular file.
 
     Raises:
         Unreadable: It does not exist, is not a regular file, is larger, or cannot be read.
     """
     try:
         with open_regular(path, follow=follow) as file:
-            # One byte more than allowed shows that the file is too large, whatever its reported
-            # size.
+            # One byte more than allowed shows that the file is too large, whatever size it reports.
             data = file.read(bytes_max + 1)
     except OSError as error:
         raise Unreadable(error.strerror or type(error).__name__) from None
@@ -135,9 +134,9 @@ def nests_too_deep(value: object, *, most: int = NESTING_MAX) -> bool:
 
     Args:
         value: Parsed value.
-        most: Number of levels to allow.
+        most: Number of allowed levels.
     """
-    # Level by level instead of by recursion, whose depth the input would decide.
+    # Level by level, because the input would decide the depth of a recursion.
     level = [value]
     for _ in range(most + 1):
         level = [

@@ -1,4 +1,4 @@
-"""JSON of strangers, parsed strictly and turned into records with all fields of the right type."""
+"""JSON from strangers, parsed strictly and turned into records with fields of the right types."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from zero_sim.untrusted import NESTING_MAX, nests_too_deep
 
 T = TypeVar("T")
 
-# Limit of names in one object; the largest object of zero_sim has about thirty.
+# Limit of names in an object. zero_sim's largest object has about thirty.
 _NAMES_MAX = 10_000
 _SHOWN_CHARS_MAX = 80
-# Beginning of most messages of pydantic.
+# Most messages of pydantic begin with this.
 _PREFIX = "Input should be "
 _CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
 
 class InvalidField(Exception):
-    """A value that differs from the expected one; the message contains its place."""
+    """A value other than expected. The message contains its place."""
 
 
 def unfit(expected: str) -> PydanticCustomError:
-    """Return the error for a validator of a field to raise."""
+    """Return the error that a field's validator raises."""
     return PydanticCustomError("unfit", "{expected}", {"expected": expected})
 
 
 def matching(pattern: str, expected: str) -> AfterValidator:
-    """Return a validator of texts, to annotate fields with.
+    """Return a validator of texts, for annotating fields.
 
     Args:
-        pattern: Pattern that the whole text must match.
-        expected: Description of such a text, for the error.
+        pattern: Pattern for the whole text.
+        expected: Description of a valid text, for the error.
     """
     compiled = re.compile(pattern)
 
@@ -53,8 +53,8 @@ def parse(data: bytes, *, where: str, least: int = -(2**63)) -> Any:
 
     Args:
         data: Contents of the file.
-        where: Name of the file, for the error.
-        least: As for `check_integers`.
+        where: File name, for the error.
+        least: See `check_integers`.
 
     Raises:
         InvalidField: It is no JSON, repeats a name, has an integer out of range, or is nested too
@@ -72,12 +72,12 @@ def parse(data: bytes, *, where: str, least: int = -(2**63)) -> Any:
 
 
 def check_integers(value: object, *, where: str, least: int = -(2**63)) -> None:
-    """Check every integer within parsed JSON.
+    """Check every integer in parsed JSON.
 
     Args:
         value: Parsed value.
         where: Place of the value, for the error.
-        least: Smallest valid integer. The largest is that of 64 bits.
+        least: Smallest valid integer. The largest is 2^63 - 1.
 
     Raises:
         InvalidField: An integer is out of range.
@@ -87,7 +87,7 @@ def check_integers(value: object, *, where: str, least: int = -(2**63)) -> None:
             check_integers(item, where=_join(where, name), least=least)
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            # Skips texts and floats at once: lists of these may be long.
+            # Skip texts and floats at once, because their lists may be long.
             if isinstance(item, int | dict | list):
                 check_integers(item, where=f"{where}[{index}]", least=least)
     # Larger integers would overflow in numpy, torch or a file format.
@@ -101,8 +101,8 @@ def build_record(cls: type[T], value: object, *, where: str) -> T:
     """Return the record that parsed JSON describes, without converting any value.
 
     Args:
-        cls: A dataclass, a NamedTuple, or the type of one of their fields.
-        value: Parsed value. Fields with a default may be missing, but none may be unknown.
+        cls: Dataclass, NamedTuple, or the type of one of their fields.
+        value: Parsed value. Fields with a default may be missing. Unknown fields are refused.
         where: Place of the value, for the error.
 
     Raises:
@@ -110,7 +110,7 @@ def build_record(cls: type[T], value: object, *, where: str) -> T:
     """
     try:
         # As text, because strict Python mode refuses lists for tuples and dicts for records.
-        # Surrogates, which names of files may contain, become question marks.
+        # Surrogates, which file names may contain, become question marks.
         text = json.dumps([value], ensure_ascii=False).encode(errors="replace")
         return _build_validator(cls).validate_json(text, strict=True)[0]
     except ValidationError as error:
@@ -131,7 +131,7 @@ def build_record(cls: type[T], value: object, *, where: str) -> T:
 
 
 def show(value: object) -> str:
-    """Return a short printable form of a parsed value."""
+    """Return a short, printable form of a parsed value."""
     if isinstance(value, dict | list | tuple):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)} values"
     text = ascii(value)
@@ -140,7 +140,7 @@ def show(value: object) -> str:
 
 @functools.cache
 def _build_validator(cls: type) -> SchemaValidator:
-    # Within a tuple, because pydantic takes no config for a dataclass itself.
+    # In a tuple, because pydantic takes no config for a dataclass itself.
     schema = TypeAdapter(tuple[cls], config=_CONFIG).core_schema
     _fail_fast(schema)
     return SchemaValidator(schema)

@@ -1,6 +1,6 @@
 """Check of a machine with GPUs, `zero-sim doctor --gpu`: steps from the cheapest to the full one.
 
-A failed step does not prevent later ones. Each failed case leaves a bundle, and a step that raises
+A failed step does not prevent later steps. Each failed case leaves a bundle, and a step that raises
 reports the command that repeats it.
 """
 
@@ -32,7 +32,7 @@ from zero_sim.run.setup import own_setup
 from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import OrderName, Scenario, WorldSpec
 
-# A small model, in all stages and in bf16 and fp32.
+# A small model in all stages, in bf16 and fp32.
 _CASES = """
 schema = 1
 model = { name = "mlp", hidden = 16 }
@@ -45,7 +45,7 @@ matrix = { "model.dtype" = ["bf16", "fp32"], "system.stage" = [0, 1, 2, 3] }
 
 @dataclass(kw_only=True, slots=True)
 class Step:
-    """One step and its outcome."""
+    """A step and its outcome."""
 
     name: str
     proves: str
@@ -54,30 +54,29 @@ class Step:
     told: list[str] = field(default_factory=list)
     """Lines to print."""
     failures: list[dict[str, Any]] = field(default_factory=list)
-    """Failed cases with bundle and findings, and exceptions; `again` is the command that repeats
-    one."""
+    """Failed cases with bundle and findings, and exceptions. `again` is the command to repeat."""
 
 
 def visit(report: Path, *, only: Sequence[str], tell: Callable[[Step], None]) -> Sequence[Step]:
-    """Run the steps one after another, and write the report after each.
+    """Run the steps one after another. Write the report after each.
 
     Args:
         report: JSON file of the report. Bundles of failed cases go into a folder beside it.
-        only: Names of the steps to run; empty for all.
-        tell: Called with each step at its end.
+        only: Names of steps to run; empty for all.
+        tell: Called with each finished step.
 
     Raises:
         EnvironmentProblem: There is no GPU, or no NCCL.
-        UsageError: A name is not that of a step.
+        UsageError: There is no step of a name.
     """
     transport = find_transport("nccl")
     transport.check()
-    # Limited by the GPUs of this machine.
+    # This machine's GPUs limit the number of ranks.
     most = own_setup("nccl").ranks_max
     plan = list(_plan(most))
     known = [name for name, *_ in plan]
     unknown = [name for name in only if name not in known]
-    # Checked before the first step, which may take minutes.
+    # Now, because the first step may take minutes.
     if unknown:
         raise UsageError(
             f"expected --step to be one of {', '.join(known)}; got {', '.join(unknown)}."
@@ -97,14 +96,14 @@ def visit(report: Path, *, only: Sequence[str], tell: Callable[[Step], None]) ->
         ran = Ran(device=transport.device_type, backend=backend)
         _take(steps[-1], ran, cases, bundles=bundles_of(report))
         told = {"machine": machine, "steps": [asdict(step) for step in steps]}
-        # After each step, so that a crash or a hang of a later one loses nothing.
+        # After each step, so that a later crash or hang loses nothing.
         write_whole(report, json.dumps(told, indent=1).encode())
         tell(steps[-1])
     return steps
 
 
 def bundles_of(report: Path) -> Path:
-    """Return the folder of the bundles beside a report."""
+    """Return the folder for bundles beside a report."""
     return report.with_name(f"{report.stem}-bundles")
 
 
@@ -115,12 +114,12 @@ def _plan(most: int) -> Iterator[tuple[str, str, Literal["sim", "nccl"], list[Sc
         found = parse_cases(_CASES, source="the cases of a visit", stem=f"{ranks} ranks")
         return [replace(case, world=WorldSpec(size=ranks, order=order)) for case in found]
 
+    # Without NCCL, any number of ranks can share the device.
     # Without NCCL: any number of ranks shares the one device.
     both = cases(3, "linear") + cases(4, "nccl-ring")
     yield "simulated", "ranks and reference on one device agree bit for bit; no NCCL", "sim", both
     yield "one rank", "NCCL starts, is pinned, and ends", "nccl", cases(1, "nccl-ring")[:1]
-    # Folding exchanges contributions and adds them in a fixed order, so only the transfer is
-    # tested.
+    # Folding gathers contributions and adds them in a fixed order, so this only tests transfers.
     folded = cases(min(3, most), "linear")
     yield "folded", "NCCL moves bits unchanged, in every collective", "nccl", folded
     own = cases(most, "nccl-ring")
@@ -134,7 +133,7 @@ def _take(step: Step, ran: Ran, cases: Sequence[Scenario], *, bundles: Path) -> 
         with open_judge(chosen, backend=ran.backend) as judge:
             for case in cases:
                 _note(step, case, judge(case), ran=ran, bundles=bundles)
-    # Any error, because it is reported, and the next step runs.
+    # Any error is reported, and the next step runs.
     except Exception as error:  # noqa: BLE001
         again = shlex.join(["zero-sim", "doctor", "--gpu", "--step", step.name])
         step.told += [f"{type(error).__name__}: {error}", f"  again: {again}"]
@@ -143,7 +142,7 @@ def _take(step: Step, ran: Ran, cases: Sequence[Scenario], *, bundles: Path) -> 
 
 
 def _note(step: Step, case: Scenario, result: CaseResult, *, ran: Ran, bundles: Path) -> None:
-    """Add the backend's measurements to a step, and keep a case that did not pass."""
+    """Add the backend's measurements to a step, and record a case that did not pass."""
     notes = (note for note in result.notes if note.startswith(("probe: ", "backend.")))
     # Most cases have the same notes.
     step.told += [note for note in notes if note not in step.told]
@@ -152,7 +151,7 @@ def _note(step: Step, case: Scenario, result: CaseResult, *, ran: Ran, bundles: 
     step.told.append(f"{case.name}: {result.verdict} {result.error}".rstrip())
     step.told += [f"  {each.check}: {each.message}" for each in result.findings]
     failure = {"case": case.name, "result": result.as_dict()}
-    # A case without findings failed before it was judged, so a bundle would show nothing.
+    # Without findings, the case failed before it was judged, so a bundle would show nothing.
     if result.findings:
         bundle = write_bundle(case, result, folder=bundles, ran=ran).name
         again = replay_command(bundle, bundles=bundles, device=ran.device_named)

@@ -1,13 +1,13 @@
-"""Checkpoints that can be loaded into any layout, bit for bit.
+"""Checkpoints that load into any layout, bit for bit.
 
-`save` and `load` are collectives over the training ranks. A checkpoint is a folder: a JSON manifest
-and files of tensors, in spans named by param.
+`save` and `load` are collectives over the training ranks. A checkpoint is a folder with a JSON
+manifest and tensor files. Files contain spans of params, named by param.
 
 [Note: distrust]
-Checksums detect damage, but a deliberate change can include correct checksums. So no value is
-trusted because of a checksum, and nothing is unpickled. The manifest is checked value by value and
-as a whole. It determines names, sizes and headers of all files; other files are refused before they
-are read. The author of a checkpoint still decides its content, such as weights or a learning rate.
+Checksums detect damage, but an attacker can also write correct checksums. So a checksum makes no
+value trusted, and nothing is unpickled. The manifest is checked value by value and as a whole. It
+determines names, sizes and headers of all files, so other files are refused before they are read.
+The author of a checkpoint still decides its content, such as weights or a learning rate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointError", "Form", "Manifest", "SaveHandle", "load", "save", "save_async"]
 
-# Each name is imported on first use, because most runs neither save nor load.
+# Imported on first use, because most runs neither save nor load.
 _HOMES = {
     "CheckpointError": "zero_sim.errors",
     "Form": "zero_sim.checkpoint.manifest",

@@ -1,11 +1,11 @@
-"""Ranks that save or load together: they exchange records, and either all fail or none.
+"""Ranks that save or load together: they exchange records, and either all fail or none does.
 
-Records travel as JSON in tensors of bytes. torch's collectives of objects would pickle them.
+Records travel as JSON in byte tensors, because torch's object collectives would pickle them.
 
 [Note: frames]
 A collective costs more than the few bytes of most messages, so the length is not sent separately.
-A message starts in a frame of fixed size, after its length. Only if it does not fit, a second
-collective sends the rest. An error replaces the record that it prevented.
+A message starts in a frame of fixed size, after its length. If it does not fit, a second collective
+sends the rest. If an action fails, its error replaces the record.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _FRAME_TO_FIRST_BYTES = 1 << 13
 _FRAME_FROM_FIRST_BYTES = 1 << 14
 _LENGTH_BYTES = 8
 
-# The first byte of a message: its kind. `_MORE` requests the rest of messages longer than a frame.
+# First byte of a message: its kind. `_MORE` requests the rest of messages longer than a frame.
 _RECORD, _ERROR, _MORE = b"r", b"e", b"m"
 
 
 class Coordinator:
-    """The ranks of a group, seen from this rank.
+    """A group's ranks, seen from this rank.
 
     Args:
         group: All participating ranks.
-        device: Device of tensors in the group's collectives.
+        device: Device for tensors in the group's collectives.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, device: torch.device) -> None:
@@ -53,11 +53,11 @@ class Coordinator:
         """Run an action on this rank, and fail on every rank if it fails on any.
 
         Args:
-            action: Must not communicate, because a failing rank would leave the others waiting.
+            action: Must not communicate, because a failing rank would leave others waiting.
             what: Description of the failure, for the message.
 
         Raises:
-            CheckpointError: On every rank alike, with the ranks and the error of each.
+            CheckpointError: On every rank alike, with the error of each failed rank.
         """
         # The result stays on this rank; only success or failure is exchanged.
         kept: list[T] = []
@@ -65,7 +65,7 @@ class Coordinator:
         return kept[0]
 
     def share(self, action: Callable[[], Any], *, what: str) -> list[Any]:
-        """Run an action like `attempt`; return every rank's record in rank order, on every rank.
+        """Run an action like `attempt`. Return all ranks' records in rank order, on every rank.
 
         Args:
             action: Returns this rank's record; must not communicate.
@@ -79,7 +79,7 @@ class Coordinator:
     def gather_and_decide(
         self, action: Callable[[], Any], decide: Callable[[list[Any]], Any], *, what: str
     ) -> Any:
-        """Run an action like `attempt`; return rank 0's decision on the records of all ranks.
+        """Run an action like `attempt`. Return rank 0's decision on all ranks' records.
 
         Args:
             action: Returns this rank's record. If it communicates, it must complete all of its
@@ -88,24 +88,24 @@ class Coordinator:
             what: Description of the failure, for the message.
 
         Raises:
-            CheckpointError: See `attempt`; also if `decide` failed.
+            CheckpointError: See `attempt`. Also if `decide` failed.
         """
-        # 1. Every rank sends a frame to rank 0. `frames` is empty on other ranks.
+        # 1. Every rank sends a frame to rank 0. Other ranks get no frames.
         mine, error = _try(action)
         frames, sent = self._gather(_frame(mine, _FRAME_TO_FIRST_BYTES))
         answer = b""
         rest_bytes = max(map(_count_rest, frames), default=0)
-        # 2. Too long for a frame: request the rest. Frames do not grow for one long message.
+        # 2. If a message is longer than a frame, request the rest.
         if rest_bytes:
-            # The longest rest of all ranks, because a gather needs equal lengths.
+            # The longest rest on any rank, because a gather needs equal lengths.
             answer = _MORE + str(rest_bytes).encode()
         elif frames:
             answer, error = _answer(list(map(_unframe, frames)), decide, error=error)
         answer = self._broadcast(answer)
         sent.wait()
-        # 3. All ranks see the request, so all of them send the rest, padded to the longest.
+        # 3. All ranks get the request, so all of them send the rest, padded to the longest.
         if answer[:1] == _MORE:
-            # Zeros fill up shorter rests; lengths in the frames tell where messages end.
+            # Zeros fill up shorter rests. Lengths in the frames show where messages end.
             rest = mine[_FRAME_TO_FIRST_BYTES - _LENGTH_BYTES :]
             rests, sent = self._gather(rest.ljust(int(answer[1:]), b"\0"))
             answer = b""
@@ -139,7 +139,7 @@ class Coordinator:
         mine, error = _try(action)
         frames = self._all_gather(_frame(mine, _FRAME_TO_ALL_BYTES))
         rest_bytes = max(map(_count_rest, frames))
-        # Every rank has all frames, so all ranks agree on a second collective and its length.
+        # Every rank has all frames, so all agree on a second collective and its length.
         if rest_bytes:
             rest = mine[_FRAME_TO_ALL_BYTES - _LENGTH_BYTES :]
             rests = self._all_gather(rest.ljust(rest_bytes, b"\0"))
@@ -153,7 +153,7 @@ class Coordinator:
 
     def _all_gather(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, of equal length, on every rank."""
-        # [ranks * bytes], uint8: the rows of all ranks, one after another.
+        # [ranks * bytes], uint8: one row per rank.
         rows = torch.empty(self.size * len(data), dtype=torch.uint8, device=self.device)
         all_gather(rows, _to_tensor(data, device=self.device), group=self.group)
         return _cut(_to_bytes(rows), len(data))
@@ -161,8 +161,8 @@ class Coordinator:
     def _gather(self, data: bytes) -> tuple[list[bytes], dist.Work]:
         """Return every rank's bytes, of equal length, on rank 0, and an empty list elsewhere.
 
-        Also returns the handle of the send. Wait for it after rank 0's answer, because other ranks
-        have nothing else to wait for until then.
+        Also returns the handle of the send. Wait for it after rank 0's answer, because until then
+        other ranks have nothing else to wait for.
         """
         rows = torch.empty(0, dtype=torch.uint8, device=self.device)
         parts = None
@@ -192,7 +192,7 @@ class Coordinator:
 
 
 def _try(action: Callable[[], Any]) -> tuple[bytes, Exception | None]:
-    """Return an action's result as a message, or its error as a message and as raised."""
+    """Return an action's result or error as a message, and the raised error."""
     try:
         return _RECORD + json.dumps(action(), default=take_apart).encode(), None
     except Exception as error:  # noqa: BLE001  (raised again by `_open`, on all ranks)
@@ -202,7 +202,7 @@ def _try(action: Callable[[], Any]) -> tuple[bytes, Exception | None]:
 def _answer(
     messages: list[bytes], decide: Callable[[list[Any]], Any], *, error: Exception | None
 ) -> tuple[bytes, Exception | None]:
-    """Return rank 0's answer to the messages of all ranks, with its own error if it failed."""
+    """Return rank 0's answer to all messages, with its own error if it failed."""
     failed = _find_failed(messages)
     if not failed:
         answer, error = _try(lambda: decide([json.loads(message[1:]) for message in messages]))
@@ -224,7 +224,7 @@ def _find_failed(messages: list[bytes]) -> dict[int, bytes]:
 
 
 def _list_failures(failed: dict[int, bytes], *, size: int) -> bytes:
-    """Return one text for the errors of ranks; equal errors are listed once, with their ranks."""
+    """Return one text for all errors. Equal errors are listed once, with their ranks."""
     by_text: dict[bytes, list[int]] = {}
     for rank, text in failed.items():
         by_text.setdefault(text, []).append(rank)
@@ -238,7 +238,7 @@ def _list_failures(failed: dict[int, bytes], *, size: int) -> bytes:
 def _describe(error: Exception) -> bytes:
     text = str(error)
     if not isinstance(error, CheckpointError):
-        # Add the class, because the message alone can be meaningless: a KeyError's is the key.
+        # Add the class, because the message alone may mean nothing: a KeyError's is the key.
         text = f"{type(error).__name__}: {text}"
     return text.encode(errors="backslashreplace")[:_MESSAGE_BYTES_MAX]
 
@@ -275,6 +275,6 @@ def _to_bytes(tensor: Tensor) -> bytes:
 
 
 def _name_ranks(ranks: list[int]) -> str:
-    # At most 8, so that messages stay readable with many ranks.
+    # At most 8, so that messages stay readable.
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if ranks[8:] else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -1,6 +1,6 @@
-"""Compatibility of a checkpoint with a run, checked from the manifest without reading a tensor.
+"""Fit of a checkpoint and a run, checked from the manifest without reading a tensor.
 
-Params, spans and optimizer state come first, then the settings of param groups.
+Params, spans and optimizer state come first, then param-group settings.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _NUMBER_MAX: Final = torch.finfo(torch.float32).max
 def find_param_problems(
     manifest: Manifest, ddp: DistributedDataParallel, *, params: Sequence[ParamRecord]
 ) -> list[str]:
-    """Return all differences between the tensors of a checkpoint and of a run.
+    """Return all differences between a checkpoint's tensors and a run's.
 
     Args:
-        manifest: The checkpoint's manifest.
+        manifest: Manifest of the checkpoint.
         ddp: The run, for frozen params and buffers.
-        params: The run's trained params, of all ranks.
+        params: The run's trained params on all ranks.
     """
     here = {param.name: (param.shape, param.dtype) for param in params}
     saved: Mapping[str, ParamRecord | ModuleRecord] = {p.name: p for p in manifest.params}
@@ -77,8 +77,8 @@ def find_span_problems(
     """Return the elements that a checkpoint does not contain exactly once.
 
     Args:
-        manifest: The expected tensors.
-        spans: The spans in its files, by param and tensor.
+        manifest: Expected tensors.
+        spans: Spans in the files, by param and tensor.
     """
     expected: dict[str, dict[str, int]] = {}
     for param in manifest.params:
@@ -96,7 +96,7 @@ def find_span_problems(
 
 
 def find_optimizer_problems(manifest: Manifest, optimizer: DistributedOptimizer) -> list[str]:
-    """Return differences in kind of the optimizer, its groups, its state and the loss scaler."""
+    """Return differences in optimizer class, groups, state and loss scaler."""
     inner = optimizer.inner
     problems: list[str] = []
     has, wants = manifest.loss_scaler is not None, read_scaler(optimizer) is not None
@@ -108,7 +108,7 @@ def find_optimizer_problems(manifest: Manifest, optimizer: DistributedOptimizer)
         problems.append(
             f"the checkpoint is of {manifest.optimizer}, this run steps with {name_class(inner)}"
         )
-        # Settings and state belong to another class: comparing them would only add noise.
+        # Settings and state belong to the other class, so comparing them would only add noise.
         return problems
     problems += find_setting_problems(manifest, optimizer)
     problems += _find_state_problems(manifest, inner)
@@ -145,13 +145,13 @@ def _find_state_problems(manifest: Manifest, inner: Optimizer) -> Iterator[str]:
     for param in manifest.params:
         if param.group is None:
             continue
-        # One probe per group, because the state can depend on settings such as amsgrad.
+        # One probe per group, because state can depend on settings such as amsgrad.
         if param.group not in probes:
             saved = manifest.groups[param.group]
             settings = read_new_settings(saved, inner.param_groups[0])
             probes[param.group] = probe_state(inner, settings=settings)
         values = {e.key: decode_value(e.value) for e in param.state if e.dtype is None}
-        # Other classes, from users, may keep any values.
+        # Users' classes may keep any values.
         if type(inner) in ELEMENTWISE or isinstance(inner, Attached):
             yield from _find_count_problems(param.name, values)
         probe = probes[param.group]
@@ -169,8 +169,8 @@ def _find_state_problems(manifest: Manifest, inner: Optimizer) -> Iterator[str]:
 
 
 def _find_count_problems(name: str, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield state values impossible for torch's own optimizers, which count steps."""
-    # They derive weights such as bias corrections from the count, so it must be a whole number.
+    """Yield state values that torch's own optimizers cannot have, because they count steps."""
+    # They derive factors such as bias corrections from the count, so it must be a whole number.
     for key, value in values.items():
         number = value.item() if isinstance(value, Tensor) else value
         if not isinstance(number, int | float) or not math.isfinite(number):
@@ -198,13 +198,13 @@ def find_setting_problems(manifest: Manifest, optimizer: DistributedOptimizer) -
     """Yield reasons why the optimizer cannot step with a checkpoint's param groups.
 
     Args:
-        manifest: The checkpoint's manifest.
-        optimizer: An optimizer of the saved class.
+        manifest: Manifest of the checkpoint.
+        optimizer: Optimizer of the saved class.
     """
     inner = optimizer.inner
     own = inner.defaults | {k: v for g in inner.param_groups for k, v in read_settings(g).items()}
     names = set().union(*(read_settings(group) for group in inner.param_groups))
-    # Defaults that the constructor does not accept, so the class fixes them, as AdamW does with
+    # The class fixes defaults that its constructor does not accept, such as AdamW's
     # decoupled_weight_decay.
     fixed = inner.defaults.keys() - _list_accepted(inner)
     for index, saved in enumerate(manifest.groups):
@@ -228,7 +228,7 @@ def find_setting_problems(manifest: Manifest, optimizer: DistributedOptimizer) -
         for problem in _compare("base_lr", base_lr, own={"base_lr": own.get("lr")}, fixed=set()):
             found = True
             yield f"{what}: {problem}"
-        # Only for settings of the right names and kinds, or the class would repeat the problems.
+        # Only if names and kinds are right, or the class would repeat the same problems.
         if not found:
             yield from _find_refusals(inner, saved, base_lr=base_lr, what=what)
 
@@ -236,13 +236,12 @@ def find_setting_problems(manifest: Manifest, optimizer: DistributedOptimizer) -
 def probe_state(
     inner: Optimizer, *, settings: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Return a new optimizer's state of a param, before and after its first step.
+    """Return a new optimizer's state for a param, before and after its first step.
 
     Returns:
-        State of a param of two elements; None if the class cannot be constructed this way.
+        State for a param of two elements; None if the class cannot be constructed this way.
     """
-    # torch creates state lazily, so creating it is the only way to learn its names, dtypes and
-    # devices.
+    # torch creates state lazily, so only a step shows its names, dtypes and devices.
     try:
         return _step_once(inner, settings=settings)
     except Exception:  # noqa: BLE001  (unknown user class, anything may be raised)
@@ -250,12 +249,12 @@ def probe_state(
 
 
 def read_new_settings(saved: GroupRecord, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the new settings of a param group, from a checkpoint's encoded group."""
+    """Return a param group's new settings, decoded from the checkpoint's group."""
     settings = {name: decode_value(value) for name, value in saved.settings.items()}
     own = read_settings(group)
     for name, value in settings.items():
         mine = own.get(name)
-        # Tensor settings, such as a capturable lr, stay on the device of the run.
+        # Tensor settings, such as a capturable lr, stay on the run's device.
         if isinstance(value, Tensor) and isinstance(mine, Tensor):
             settings[name] = value.to(mine.device)
     return settings | {name: own[name] for name in KEPT_SETTINGS & own.keys()}
@@ -264,31 +263,31 @@ def read_new_settings(saved: GroupRecord, group: Mapping[str, Any]) -> dict[str,
 def _step_once(
     inner: Optimizer, *, settings: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    # On the device of the masters, because some state is created on the CPU and some on it.
+    # On the masters' device, because torch creates some state there and some on the CPU.
     device = next((p.device for group in inner.param_groups for p in group["params"]), None)
     leaf = nn.Parameter(torch.zeros(2, device=device))
     options = {**inner.defaults, **settings}
     accepted = _list_accepted(inner)
     probe = type(inner)([leaf], **{k: v for k, v in options.items() if k in accepted})
     before = dict(probe.state[leaf])
-    # A zero gradient is enough: the state is created for any gradient.
+    # Any gradient creates the state, so zeros are enough.
     leaf.grad = torch.zeros_like(leaf)
     probe.step()
     return before, dict(probe.state[leaf])
 
 
 def _list_accepted(inner: Optimizer) -> set[str]:
-    """Return the names of the arguments of the optimizer's constructor."""
+    """Return the argument names of the optimizer's constructor."""
     return set(inspect.signature(type(inner).__init__).parameters)
 
 
 def _find_refusals(
     inner: Optimizer, saved: GroupRecord, *, base_lr: object, what: str
 ) -> Iterator[str]:
-    """Yield reasons why the optimizer's class refuses settings, because it knows their ranges."""
+    """Yield the errors of the optimizer's class about settings, because it knows their ranges."""
     group = inner.param_groups[0]
     settings = read_new_settings(saved, group)
-    # base_lr becomes a group's `lr` once a factor is applied, so it must be acceptable there too.
+    # With a factor applied, base_lr becomes a group's `lr`, so it must be valid there too.
     rates = {} if base_lr is None or "lr" not in settings else {"base_lr": {"lr": base_lr}}
     for name, change in {"settings": {}, **rates}.items():
         try:
@@ -305,7 +304,7 @@ def _compare(name: str, value: object, *, own: Mapping[str, Any], fixed: set[str
         if value is not None and not isinstance(value, bool):
             yield f"{name!r} is {value!r}, not true, false or null"
         return
-    # Settings of schedulers may be absent in this run, so compare their kind with a number.
+    # This run may lack scheduler settings, so compare their kind with a number's.
     mine = own.get(name, 0.0 if name in _OF_SCHEDULERS else None)
     if mine is not None and _describe(value) != _describe(mine):
         yield f"{name!r} is {value!r}, in this run {mine!r}"
@@ -316,7 +315,7 @@ def _compare(name: str, value: object, *, own: Mapping[str, Any], fixed: set[str
 
 
 def _describe(value: object) -> Any:
-    """Return the kind of a setting. All numbers are one kind; lists differ by length."""
+    """Return a setting's kind. All numbers are one kind; lists differ by length."""
     match value:
         case Tensor():
             return Tensor, value.dtype == torch.bool

@@ -1,7 +1,7 @@
 """Decoding of manifests, which are not trusted: an attacker can also write matching checksums.
 
-The records check each value (`manifest.py`). This module checks values against each other, and
-files against the form. Everything about files follows from the manifest. So no file outside the
+The records check single values (`manifest.py`). This module checks values against each other, and
+files against the form. The manifest determines everything about files. So no file outside the
 checkpoint is opened, and no file longer than its content is read to the end. `compatibility.py`
 checks if a manifest fits a run.
 """
@@ -39,7 +39,7 @@ _FIELDS: Final = ("format", "version", "sha256", "content")
 _RANK_FILE: Final = re.compile(r"rank-(\d{5,9})-of-(\d{5,9})\.safetensors", re.ASCII)
 
 
-# Simulated ranks share a process: without a cache, each of a thousand would parse the same
+# Cached, because simulated ranks share a process, and each of a thousand ranks would parse the same
 # megabytes.
 @lru_cache(maxsize=1)
 def decode_manifest(data: bytes, *, where: str) -> Manifest:
@@ -50,8 +50,8 @@ def decode_manifest(data: bytes, *, where: str) -> Manifest:
         where: Path of the file, for messages.
 
     Raises:
-        CheckpointError: If it is not a manifest, has another version, was changed, or contains
-            something that no save writes; the message names the field.
+        CheckpointError: If it is no manifest, has another version, was changed, or contains
+            something that no save writes. The message names the field.
     """
     try:
         whole = parse(data, where="the manifest")
@@ -70,8 +70,8 @@ def decode_manifest(data: bytes, *, where: str) -> Manifest:
 
 
 def _open_manifest(whole: Any, *, where: str) -> Any:
-    """Check version and checksum of a manifest, and return its content."""
-    # Format and version first: the other fields may differ between versions.
+    """Check a manifest's version and checksum, and return its content."""
+    # Format and version first, because other fields may differ between versions.
     if not isinstance(whole, dict) or whole.get("format") != FORMAT:
         raise CheckpointError(
             f"expected a manifest with format={FORMAT!r} in {where}, got another file. Choose the "
@@ -95,7 +95,7 @@ def _open_manifest(whole: Any, *, where: str) -> Any:
 
 
 def _check_params(manifest: Manifest) -> None:
-    """Check that params have different names, and groups that exist."""
+    """Check that params have unique names, and groups that exist."""
     _check_unlike((param.name for param in manifest.params), "content.params")
     groups = range(len(manifest.groups))
     for index, param in enumerate(manifest.params):
@@ -115,7 +115,7 @@ def _check_params(manifest: Manifest) -> None:
                 f"{where}.state: expected no state for a param without elements, got some"
             )
         _check_unlike((entry.key for entry in param.state), f"{where}.state")
-    # A save writes the groups of params only.
+    # A save only writes groups with params.
     unused = set(groups) - {param.group for param in manifest.params}
     if unused:
         raise InvalidField(
@@ -124,7 +124,7 @@ def _check_params(manifest: Manifest) -> None:
 
 
 def _check_files(manifest: Manifest) -> None:
-    """Check that files belong to the form, with the sizes given by their pieces."""
+    """Check that files belong to the form, and that their sizes follow from their pieces."""
     tensors = manifest.describe_tensors()
     _check_unlike((file.name for file in manifest.files), "content.files")
     for index, file in enumerate(manifest.files):
@@ -136,7 +136,7 @@ def _check_files(manifest: Manifest) -> None:
             )
         _check_pieces(file, where, tensors=tensors)
         entries = list_entries(file, tensors)
-        # The header is part of the size, and follows from the pieces as well.
+        # The size includes the header, which also follows from the pieces.
         size_bytes = len(build_header(entries)) + sum(entry.size_bytes for entry in entries)
         if file.size_bytes != size_bytes:
             raise InvalidField(
@@ -145,10 +145,10 @@ def _check_files(manifest: Manifest) -> None:
 
 
 def _belongs(name: str, manifest: Manifest) -> bool:
-    """Return True if ranks of this world write a file of this name in this form."""
+    """Return True if this form and world have a file of this name."""
     if manifest.form == "consolidated":
         return name == CONSOLIDATED_NAME
-    # The groups are rank and world size, both checked against the manifest.
+    # Rank and world size, to check against the manifest.
     found = _RANK_FILE.fullmatch(name)
     world_size = manifest.world.world_size
     return name == MODULE_NAME or bool(found and int(found[1]) < int(found[2]) == world_size)
@@ -165,7 +165,7 @@ def _check_pieces(
         if (piece.param, piece.tensor) not in tensors:
             got = show(f"{piece.tensor} of {piece.param}")
             raise InvalidField(f"{where}: expected a tensor of params or module, got {got}")
-        # The names and spans that a save would give this piece; any other value is refused.
+        # The names and spans that a save would give this piece. All others are refused.
         shape, dtype = tensors[piece.param, piece.tensor]
         entry = build_whole(param=piece.param, tensor=piece.tensor, shape=shape, dtype=dtype)
         is_module = piece.tensor in ("frozen", "buffer")
@@ -178,7 +178,7 @@ def _check_pieces(
                 got = f"[{piece.start}, {piece.stop})"
                 raise InvalidField(f"{where}: expected a span of {entry.numel} elements, got {got}")
             span = Span(piece.start, piece.stop)
-            # Files of ranks contain spans, so the piece has the name of a span.
+            # Rank files contain spans, so the piece has a span's name.
             entry = build_part(param=piece.param, tensor=piece.tensor, span=span, dtype=dtype)
         if piece != entry.piece:
             wanted = f"{entry.piece.key!r}, [{entry.piece.start}, {entry.piece.stop})"

@@ -1,4 +1,4 @@
-"""Entries of a file of tensors, their offsets, and the file's header, computed from them."""
+"""Entries of a tensor file, their offsets, and the file's header."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODULE_NAME: Final = "module.safetensors"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One tensor of a file."""
+    """A tensor in a file."""
 
     piece: PieceRecord
     shape: tuple[int, ...]
@@ -33,18 +33,18 @@ class Entry:
 
     @property
     def size_bytes(self) -> int:
-        """Size of its data in bytes."""
+        """Data size in bytes."""
         return self.numel * find_dtype(self.dtype).itemsize
 
 
 def sort_entries(entries: Iterable[Entry]) -> list[Entry]:
     """Return entries in file order: wide dtypes first, otherwise in the given order."""
-    # Offsets are then multiples of each dtype's size, so a mapped file can be viewed directly.
+    # So each offset is a multiple of the dtype's size, and a mapped file can be viewed directly.
     return sorted(entries, key=lambda entry: -find_dtype(entry.dtype).itemsize)
 
 
 def name_whole(tensor: str, param: str) -> str:
-    """Return the name of a whole tensor of a param."""
+    """Return the name of a param's whole tensor."""
     return f"{tensor}/{param}"
 
 
@@ -58,17 +58,17 @@ def build_whole(*, param: str, tensor: str, shape: tuple[int, ...], dtype: str) 
 
 
 def build_part(*, param: str, tensor: str, span: Span, dtype: str) -> Entry:
-    """Return the entry of a span of a tensor, flattened."""
+    """Return the entry of a tensor's flattened span."""
     key = f"{name_whole(tensor, param)}{span}"
     piece = PieceRecord(key=key, param=param, tensor=tensor, start=span.start, stop=span.stop)
     return Entry(piece=piece, shape=(span.numel,), dtype=dtype)
 
 
 def build_header(entries: Sequence[Entry]) -> bytes:
-    """Return the start of a safetensors file with these tensors: a length and as much JSON."""
+    """Return the start of a safetensors file with these tensors: a length, then a JSON header."""
     # "format": "pt" as written by safetensors.torch.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    # Bytes from the end of the header.
+    # Counted from the end of the header.
     offset = 0
     for entry in entries:
         stop = offset + entry.size_bytes
@@ -86,13 +86,13 @@ def build_header(entries: Sequence[Entry]) -> bytes:
 def list_entries(
     file: FileRecord, tensors: Mapping[tuple[str, str], tuple[tuple[int, ...], str]]
 ) -> list[Entry]:
-    """Return the entries of a file, in file order. Their shapes follow from the file's name.
+    """Return a file's entries, in file order. The file's name decides their shapes.
 
     Args:
-        file: A record of a file with pieces.
+        file: Record of a file with pieces.
         tensors: Shape and dtype of all tensors, from `Manifest.describe_tensors`.
     """
-    # Files of ranks contain flattened spans, the other two whole tensors.
+    # Rank files contain flattened spans, the other two files whole tensors.
     is_whole = file.name in (CONSOLIDATED_NAME, MODULE_NAME)
     entries = []
     for piece in file.pieces:

@@ -1,11 +1,11 @@
-"""The folder of a checkpoint, which appears under its name complete or not at all.
+"""A checkpoint's folder, which appears under its name complete or not at all.
 
 [Note: swap]
-A save writes into a hidden sibling, `.NAME.saving`. Once it is complete and on disk, an existing
+A save writes into a hidden sibling, `.NAME.saving`. When it is complete and on disk, an existing
 checkpoint is renamed to `.NAME.previous`, the sibling gets the name, and the previous checkpoint is
-removed. There is no portable way to replace a full folder in one step, so for a moment the name
-does not exist. After a crash at this moment, `load` reads the previous checkpoint; the next save
-first renames it back.
+removed. No portable call replaces a full folder in one step, so for a moment the name does not
+exist. After a crash at this moment, `load` reads the previous checkpoint, and the next save first
+renames it back.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from zero_sim.errors import CheckpointError
 from zero_sim.untrusted import Unreadable
 
 MANIFEST_BYTES_MAX: Final = 1 << 28
-"""Size of a manifest with a million pieces. Longer files are not read."""
+"""Size limit, enough for a million pieces. Longer files are not read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """The path of a checkpoint, and the two paths beside it."""
+    """Path of a checkpoint, and the two paths beside it."""
 
     final: Path
 
     @classmethod
     def at(cls, path: str | os.PathLike[str]) -> Folder:
-        """Return the folder of a path.
+        """Return the folder at a path.
 
         Raises:
             CheckpointError: If the path does not end with a name.
@@ -60,7 +60,7 @@ class Folder:
             CheckpointError: If there is none.
         """
         for path in (self.final, self.previous):
-            # lexists: links and pipes count here, and are refused by name when they are read.
+            # lexists, so that links and pipes count here. Reading refuses them by name.
             if os.path.lexists(path / MANIFEST_NAME):
                 return path
             # A folder without a manifest is not a checkpoint, so `previous` does not replace it.
@@ -99,8 +99,8 @@ class Folder:
         self.saving.mkdir(parents=True)
 
     def publish(self) -> None:
-        """Rename the new checkpoint to its path, replacing any other; see [Note: swap]."""
-        # The content must be on disk before the name: a crash may otherwise leave empty files.
+        """Rename the new checkpoint to its path, replacing an old one; see [Note: swap]."""
+        # Content must be on disk before the name, or a crash may leave empty files.
         sync_folder(self.saving)
         if self.final.exists():
             os.rename(self.final, self.previous)
@@ -126,8 +126,8 @@ def open_regular(path: Path) -> BinaryIO:
 
     Raises:
         OSError: If it cannot be opened.
-        CheckpointError: If it is a link, folder, pipe, socket or device. These lead out of the
-            checkpoint, or can be read without end.
+        CheckpointError: If it is a link, folder, pipe, socket or device, because these lead out of
+            the checkpoint or never end.
     """
     try:
         return untrusted.open_regular(path, follow=False)
@@ -139,7 +139,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_manifest(folder: Path) -> bytes:
-    """Return the content of a checkpoint's manifest.
+    """Return the bytes of a checkpoint's manifest.
 
     Raises:
         OSError: If it cannot be read.
@@ -147,7 +147,7 @@ def read_manifest(folder: Path) -> bytes:
     """
     path = folder / MANIFEST_NAME
     with open_regular(path) as file:
-        # By the open handle, because the file at the path may change in between.
+        # From the open handle, because the file at the path may change.
         size_bytes = os.fstat(file.fileno()).st_size
         if size_bytes > MANIFEST_BYTES_MAX:
             raise CheckpointError(

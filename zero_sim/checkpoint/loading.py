@@ -1,4 +1,4 @@
-"""Loading: check everything and read everything before changing anything."""
+"""Loading: everything is checked and read before anything changes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WHAT = "Checkpoint not loaded"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Loaded:
-    """All new values of this rank, in their own memory."""
+    """New values of this rank, in their own memory."""
 
     masters: Mapping[nn.Parameter, Tensor]  # 1D fp32 each, by leaf
     states: Mapping[nn.Parameter, dict[str, Any]]
@@ -61,23 +61,23 @@ def load(
     optimizer: DistributedOptimizer,
     weights_only: bool = False,
 ) -> None:
-    """Continue from a checkpoint; every rank of `ddp.group` must call it.
+    """Continue from a checkpoint. Every rank of `ddp.group` must call this.
 
-    World size, redundancy, stage, buckets, partition, alignment and order of params may differ from
-    those of the save; training continues in the same bits. The settings of a param group become
-    those that its params had in the checkpoint, except settings that select an implementation
-    (`foreach`). Gradients are zeroed.
+    World size, redundancy, stage, buckets, partition, alignment and param order may differ from the
+    save. Training continues with the same bits. A param group gets the settings that its params had
+    in the checkpoint, except for settings that select an implementation (`foreach`). Gradients are
+    zeroed.
 
     Args:
         path: Path of the checkpoint.
-        ddp: The params; their names, shapes and dtypes must match the checkpoint.
-        optimizer: Their masters and state.
-        weights_only: True to load masters, working params, frozen params and module buffers only,
-            and keep this run's state, settings and loss scaler.
+        ddp: Wrapper of the params. Their names, shapes and dtypes must match the checkpoint.
+        optimizer: Owner of their masters and state.
+        weights_only: True to load only masters, working params, frozen params and buffers, and to
+            keep this run's optimizer state, settings and loss scaler.
 
     Raises:
-        CheckpointError: On all ranks, if the checkpoint is invalid or does not fit, with all
-            problems found. The run is unchanged.
+        CheckpointError: On all ranks, if the checkpoint is invalid or does not fit. The message
+            lists all problems. The run is unchanged.
     """
     coordinator = Coordinator(ddp.group, device=ddp.buffers[0].device)
     # Wait for gathers in flight before params are overwritten.
@@ -89,25 +89,25 @@ def load(
 
     def check() -> list[dict[str, str]]:
         manifest = decode_manifest(data, where=str(folder / MANIFEST_NAME))
-        # The manifest first: it gives the expected size of each file.
+        # The manifest first, because it gives the expected size of each file.
         _check_fit(folder, manifest, ddp, optimizer, params, weights_only=weights_only)
         # One rank is enough, because all ranks read the same manifest.
         if coordinator.rank == 0:
             _check_spans(folder, manifest)
-        # Each rank checks a part of the files, see _check_files.
+        # Each rank checks a part of the files.
         _check_files(folder, manifest, coordinator=coordinator)
         decoded.append(manifest)
         return [] if weights_only else _list_group_candidates(manifest, optimizer)
 
-    # Phase 1: checks, on all ranks or none. Phase 2: read into new memory, on all or none. Nothing
-    # of the run changes before both have succeeded on every rank.
+    # Phase 1 checks, and phase 2 reads into new memory, each on all ranks or none. The run does not
+    # change before both have succeeded on every rank.
     candidates = coordinator.share(check, what=WHAT)
     manifest, groups = decoded[0], _match_param_groups(candidates)
     loaded = coordinator.attempt(
         lambda: _read_tensors(folder, manifest, ddp, optimizer, weights_only=weights_only),
         what=WHAT,
     )
-    # Phase 3: changes, without any step that is expected to fail.
+    # Phase 3 changes the run. None of its steps is expected to fail.
     _commit_weights(loaded, ddp, optimizer)
     if not weights_only:
         _commit_optimizer(loaded, manifest, optimizer, groups=groups)
@@ -116,10 +116,10 @@ def load(
 def _find_checkpoint(
     path: str | os.PathLike[str], *, coordinator: Coordinator
 ) -> tuple[Path, bytes]:
-    """Find the checkpoint on rank 0 for all ranks, so that all read the same one during a swap.
+    """Find the checkpoint on rank 0, so that all ranks read the same one during a swap.
 
     Returns:
-        The folder, and the content of its manifest.
+        Folder, and content of its manifest.
     """
 
     def read() -> bytes:
@@ -132,8 +132,8 @@ def _find_checkpoint(
 
 
 def _check_files(folder: Path, manifest: Manifest, *, coordinator: Coordinator) -> None:
-    """Check this rank's share of the files; other ranks check the rest."""
-    # Every n-th file, so that each file is checked by one rank only.
+    """Check this rank's share of the files. Other ranks check the rest."""
+    # Every n-th file, so that only one rank reads each file.
     records = manifest.files[coordinator.rank :: coordinator.size]
     problems = [check_file(folder / record.name, record=record) for record in records]
     found = [problem for problem in problems if problem is not None]
@@ -159,7 +159,7 @@ def _list_all_params(
     params = list_params(ddp)
     if not ddp.holders.parts:
         return params
-    # Ranks hold different experts, so only together do they know all params.
+    # Ranks hold different experts, so they have to merge their params.
     merged = coordinator.gather_and_decide(
         lambda: list_part_params(ddp), lambda parts: merge_params(params, parts), what=WHAT
     )
@@ -188,10 +188,10 @@ def _check_fit(
 def _list_group_candidates(
     manifest: Manifest, optimizer: DistributedOptimizer
 ) -> list[dict[str, str]]:
-    """Find the checkpoint's groups of the params in each param group of this rank.
+    """Find the checkpoint's groups for the params in each param group of this rank.
 
     Returns:
-        For every group: the checkpoint's groups by index, each with the name of one such param.
+        For each group: indices of the checkpoint's groups, each with the name of one such param.
     """
     group_of = {param.name: param.group for param in manifest.params}
     names = {id(master.leaf): master.fragment.param for master in optimizer.masters}
@@ -202,20 +202,20 @@ def _list_group_candidates(
 
 
 def _match_param_groups(candidates: Sequence[Sequence[Mapping[str, str]]]) -> dict[int, int]:
-    """Match each param group of this run with the checkpoint's group of its params.
+    """Match each param group of this run with the checkpoint's group of the same params.
 
     Args:
-        candidates: The result of `_list_group_candidates` of every rank.
+        candidates: Each rank's result of `_list_group_candidates`.
     """
-    # From the params of all ranks: a rank without params of a group still needs its settings, and
-    # a group that mixes two of the checkpoint's is refused for every layout alike.
+    # Use all ranks' params, because a rank without params in a group still needs its settings. This
+    # also refuses a group that mixes two saved groups in every layout alike.
     matched: dict[int, int] = {}
-    # The number of groups can differ: a rank has groups up to the last index of its own params.
+    # Ranks may have different numbers of groups: up to the last index of their own params.
     for index in range(max(map(len, candidates))):
         found: dict[str, str] = {}
         for own in candidates:
             found |= own[index] if index < len(own) else {}
-        # Two of the checkpoint's groups in one of this run's: their settings differ.
+        # One group cannot have the settings of two saved groups.
         if len(found) > 1:
             first, second, *_ = found.values()
             raise CheckpointError(
@@ -236,9 +236,9 @@ def _read_tensors(
     *,
     weights_only: bool,
 ) -> _Loaded:
-    """Read the values of this rank's fragments and of the module into new memory."""
+    """Read this rank's fragments and the module's tensors into new memory."""
     records = {param.name: param for param in manifest.params}
-    # The 1D tensors to fill, by param, tensor name and span.
+    # 1D tensors to fill, by param, tensor name and span.
     wanted: dict[tuple[str, str, Span], Tensor] = {}
     masters: dict[nn.Parameter, Tensor] = {}
     states: dict[nn.Parameter, dict[str, Any]] = {}
@@ -255,7 +255,7 @@ def _read_tensors(
     # Frozen params and buffers are whole on every rank.
     module = []
     for record, tensor in iterate_module_tensors(ddp):
-        # 1D, viewed in the tensor's shape below; pieces are flattened.
+        # 1D, because pieces are flattened. Viewed in the tensor's shape below.
         fresh = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
         wanted[record.name, record.kind, Span(0, tensor.numel())] = fresh
         module.append(fresh.view(tensor.shape))
@@ -266,7 +266,7 @@ def _read_tensors(
 
 
 class _StateBuilder:
-    """Builds uninitialized state with the dtypes and devices that torch would choose."""
+    """Builder of uninitialized state, with the dtypes and devices that torch would choose."""
 
     def __init__(self, manifest: Manifest, optimizer: DistributedOptimizer) -> None:
         self._manifest = manifest
@@ -274,7 +274,7 @@ class _StateBuilder:
         self._devices: dict[int, dict[str, torch.device]] = {}
 
     def build(self, record: ParamRecord, *, leaf: nn.Parameter) -> dict[str, Any]:
-        """Return the state of a leaf: elementwise tensors uninitialized, other values complete."""
+        """Return a leaf's state: elementwise tensors uninitialized, other values complete."""
         state: dict[str, Any] = {}
         for entry in record.state:
             if entry.dtype is not None:
@@ -289,7 +289,7 @@ class _StateBuilder:
         return state
 
     def _find_device(self, record: ParamRecord, key: str, *, leaf: nn.Parameter) -> torch.device:
-        """Return torch's device of a 0D state: the CPU for `step`, unless capturable."""
+        """Return torch's device for a 0D state: the CPU for `step`, unless capturable."""
         assert record.group is not None
         if leaf.device.type == "cpu":
             return leaf.device
@@ -301,7 +301,7 @@ class _StateBuilder:
             self._devices[record.group] = {
                 name: value.device for name, value in created.items() if isinstance(value, Tensor)
             }
-        # The CPU if the class cannot be probed, as for `step`.
+        # As for `step`, the CPU if the class cannot be probed.
         return self._devices[record.group].get(key, torch.device("cpu"))
 
 
@@ -310,8 +310,8 @@ def _commit_weights(
     loaded: _Loaded, ddp: DistributedDataParallel, optimizer: DistributedOptimizer
 ) -> None:
     optimizer.zero_grad()
-    # Module buffers first, because the scales of fp8 params are among them and write_param_shard
-    # reads these.
+    # Module buffers first, because they include the scales of fp8 params, which write_param_shard
+    # reads.
     for (_, tensor), fresh in zip(iterate_module_tensors(ddp), loaded.module, strict=True):
         tensor.copy_(fresh)
     for master in optimizer.masters:
@@ -329,14 +329,14 @@ def _commit_optimizer(
     groups: Mapping[int, int],
 ) -> None:
     inner = optimizer.inner
-    # Cleared, because a param that was never stepped in the checkpoint has no state.
+    # Clear first, because a param that was never stepped has no state in the checkpoint.
     inner.state.clear()
     for leaf, state in loaded.states.items():
         if state:
             inner.state[leaf] = state
     for index, saved_index in groups.items():
         if index >= len(inner.param_groups):
-            continue  # A group of params on other ranks only.
+            continue  # Only other ranks have params of this group.
         saved = manifest.groups[saved_index]
         inner.param_groups[index].update(read_new_settings(saved, inner.param_groups[index]))
         optimizer.base_lrs[index] = decode_value(saved.base_lr)

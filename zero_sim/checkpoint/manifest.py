@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: one JSON file, written last and checked first."""
+"""A checkpoint's manifest: a JSON file that is written last and checked first."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ FORMAT: Final = "zero_sim checkpoint"
 VERSION: Final = 3
 
 MASTER: Final = "master"
-"""Name of the fp32 master among a param's tensors."""
+"""Name of a param's fp32 master among its tensors."""
 
 NO_SETTINGS: Final = frozenset({"params", "param_names", "group_index"})
-"""Entries of a torch param group that are not settings."""
+"""Entries of torch's param groups that are not settings."""
 
 # Offsets and sizes are int64 in torch.
 _ELEMS_STOP: Final = 1 << 63
@@ -37,11 +37,11 @@ def _check_dtype(name: str) -> str:
     return name
 
 
-# Limits of torch, so that later code can use any accepted value without overflow.
+# torch's limits, so that later code can use any accepted value without overflow.
 def _check_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     if len(shape) > _DIMS_MAX:
         raise unfit(f"at most {_DIMS_MAX} sizes, as torch allows")
-    # Without zeros: a size of 0 would hide overflow by the other sizes.
+    # Without zeros, because a size of 0 would hide overflow by the other sizes.
     if math.prod(size for size in shape if size) >= _ELEMS_STOP:
         raise unfit("sizes of fewer than 2^63 elements")
     return shape
@@ -67,13 +67,12 @@ def name_state(key: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateRecord:
-    """One entry of the optimizer's state of one param."""
+    """Entry of a param's optimizer state."""
 
     key: Text
     """Name in `torch.optim`, such as `exp_avg`."""
     dtype: DtypeName | None
-    """Dtype of a tensor with one element per element of the param, stored in files; None for other
-    values."""
+    """Dtype of a tensor with the param's element count, stored in files; None for other values."""
     value: Encoded
     """Encoded value if not elementwise, such as a 0D `step`. Stored once per param, for any number
     of owners."""
@@ -85,7 +84,7 @@ class StateRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamRecord:
-    """One trained param."""
+    """A trained param."""
 
     name: Text
     shape: Shape
@@ -99,7 +98,7 @@ class ParamRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleRecord:
-    """One untrained tensor of the module."""
+    """An untrained tensor of the module."""
 
     name: Text
     kind: Literal["frozen", "buffer"]
@@ -109,13 +108,13 @@ class ModuleRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PieceRecord:
-    """A span of a param's tensor inside a file."""
+    """Span of a param's tensor in a file."""
 
     key: Text
-    """Name of the tensor inside its file."""
+    """Tensor name in its file."""
     param: Text
     tensor: Text
-    """`master`, `state.` and the key of a state, or the kind of a `ModuleRecord`."""
+    """`master`, `state.` with a state's key, or the kind of a `ModuleRecord`."""
     start: Count
     """First element of the flattened param, in logical order."""
     stop: Count
@@ -124,7 +123,7 @@ class PieceRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileRecord:
-    """One file beside the manifest."""
+    """A file beside the manifest."""
 
     name: Text
     """Relative to the checkpoint."""
@@ -136,7 +135,7 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalerRecord:
-    """The loss scaler. `LossScaler` checks the ranges."""
+    """Loss scaler. `LossScaler` checks the ranges."""
 
     scale: float
     good_steps: Count
@@ -152,18 +151,18 @@ class ScalerRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorldRecord:
-    """The writers of a checkpoint: for people, and for the names of its files."""
+    """Writers of a checkpoint, for readers and for file names."""
 
     world_size: Annotated[Count, Field(ge=1)]
     torch: Annotated[
         str, matching(r"[0-9]{1,4}(\.[0-9]{1,4}){1,3}[a-z0-9.]{0,40}", "the version of a release")
     ]
-    """Version of torch."""
+    """torch version."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRecord:
-    """One param group."""
+    """A param group."""
 
     settings: dict[Setting, Encoded]
     base_lr: Encoded
@@ -172,7 +171,7 @@ class GroupRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Manifest:
-    """The content of a manifest file."""
+    """Content of a manifest file."""
 
     form: Form
     world: WorldRecord
@@ -180,9 +179,9 @@ class Manifest:
     """Params in registration order."""
     module: tuple[ModuleRecord, ...]
     optimizer: Text
-    """Class of the optimizer."""
+    """Optimizer class."""
     groups: tuple[GroupRecord, ...]
-    """Distinct groups. Params refer to them by index."""
+    """Distinct groups, to which params refer by index."""
     loss_scaler: ScalerRecord | None
     files: tuple[FileRecord, ...]
 
@@ -190,7 +189,7 @@ class Manifest:
         """Return shape and dtype of all tensors in files, by param and tensor."""
         tensors: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {}
         for param in self.params:
-            # Masters are fp32 for any dtype of working params.
+            # Masters are fp32, whatever the dtype of the working param.
             tensors[param.name, MASTER] = (param.shape, "float32")
             for entry in param.state:
                 if entry.dtype is not None:
@@ -201,10 +200,10 @@ class Manifest:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the content of the manifest file."""
+    """Return the bytes of the manifest file."""
     content = take_apart(manifest)
     whole = {"format": FORMAT, "version": VERSION, "sha256": digest_content(content)}
-    # One record per line, formatted here, because json's indentation is ten times slower.
+    # One record per line. Formatted here, because json's indentation is ten times slower.
     head = [f"{_encode(name)}: {_encode(value)}" for name, value in whole.items()]
     body = ",\n".join(_encode_part(name, value) for name, value in content.items())
     return ("{\n" + ",\n".join([*head, f'"content": {{\n{body}\n}}']) + "\n}\n").encode()
@@ -222,9 +221,9 @@ def _encode(value: Any) -> str:
 
 
 def take_apart(record: Any) -> dict[str, Any]:
-    """Return a record's fields by name, the `default` of `json.dumps` for records."""
-    # One level only: json.dumps calls this again for records inside. dataclasses.asdict would copy
-    # everything.
+    """Return a record's fields by name. Used as `default` of `json.dumps`."""
+    # One level only, because json.dumps calls this again for records inside. dataclasses.asdict
+    # would copy everything.
     names = getattr(type(record), "__dataclass_fields__", None)
     if names is None:
         raise TypeError(f"expected a JSON value or a record, got {record!r}.")
@@ -233,7 +232,7 @@ def take_apart(record: Any) -> dict[str, Any]:
 
 def digest_content(content: Any) -> str:
     """Return the checksum of a manifest's content, for any formatting of the file."""
-    # Via JSON, so that tuples count as lists, as they do when the file is read.
-    # Sorted keys and fixed separators, so that equal contents have equal bytes.
+    # Via JSON, so that tuples count as lists, as they do when the file is read. Sorted keys and
+    # fixed separators give equal contents equal bytes.
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), default=take_apart)
     return hashlib.sha256(canonical.encode()).hexdigest()

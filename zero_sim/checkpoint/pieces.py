@@ -1,7 +1,7 @@
 """Pieces: the elements that each rank writes, and their positions when read. Integers only.
 
-A piece is a param's name and a span of its elements in logical order. It does not depend on
-buffers, buckets or shards, so it has the same meaning in every layout.
+A piece is a param name and a span of elements in logical order. It does not depend on buffers,
+buckets or shards, so it means the same in every layout.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from zero_sim.layout import Span
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """The intersection of a stored piece with a requested span."""
+    """Intersection of a stored piece with a requested span."""
 
     piece: int
     """Index of the piece."""
     in_piece: Span
-    """Offsets from the start of the piece."""
+    """Offsets from the piece's start."""
     in_wanted: Span
-    """Offsets from the start of the requested span."""
+    """Offsets from the requested span's start."""
 
 
 def find_cover_problems(
@@ -32,15 +32,15 @@ def find_cover_problems(
     """Return the elements that spans do not contain exactly once.
 
     Args:
-        numels: Number of elements of every param.
-        spans: The spans of every param, in any order; empty spans are ignored.
+        numels: Element count of each param.
+        spans: Spans of each param, in any order. Empty spans are ignored.
     """
     problems = [f"{name!r} is not a param" for name in sorted(spans.keys() - numels.keys())]
     for name, numel in numels.items():
         reached = 0
-        # Empty spans are at no position, so they neither overlap nor cover.
+        # Empty spans have no position, so they neither overlap nor cover.
         present = (span for span in spans.get(name, ()) if not span.empty)
-        # Spans sorted by start cover the param if each begins at the end of those before it.
+        # In order of start, each span must begin where earlier spans end.
         for span in sorted(present, key=lambda span: (span.start, span.stop)):
             if span.start > reached:
                 problems.append(f"{name!r}: no span contains {Span(reached, span.start)}")
@@ -62,11 +62,11 @@ def assign_writers(
     """Choose the lowest rank that owns a piece as its writer.
 
     Args:
-        numels: Number of elements of every param.
-        owned: The pieces of every rank.
+        numels: Element count of each param.
+        owned: Pieces of each rank.
 
     Returns:
-        For every rank: the indices of the pieces it writes.
+        For each rank, the indices of pieces it writes.
 
     Raises:
         CheckpointError: If the ranks do not own every element exactly once, replicas aside.
@@ -80,7 +80,7 @@ def assign_writers(
         chosen.append(mine)
     spans: dict[str, list[Span]] = {}
     for name, span in taken:
-        # Equal spans are merged by now. Spans that overlap otherwise are an error of the layout.
+        # Equal spans are merged by now, so any other overlap is an error of the layout.
         spans.setdefault(name, []).append(span)
     problems = find_cover_problems(numels, spans)
     if problems:
@@ -91,7 +91,7 @@ def assign_writers(
 
 
 class PieceIndex:
-    """The pieces of one tensor, sorted for search by span.
+    """Pieces of a tensor, sorted for search by span.
 
     Args:
         spans: Disjoint spans, in any order.
@@ -103,9 +103,9 @@ class PieceIndex:
         self._starts = [span.start for span, _ in self._pieces]
 
     def find(self, wanted: Span) -> list[Part]:
-        """Return the parts of pieces that together make up a span, in order."""
+        """Return the parts of pieces that make up a span, in order."""
         parts: list[Part] = []
-        # The piece before the first start after wanted.start may reach into the span.
+        # The last piece that starts before the span may reach into it.
         first = max(0, bisect_right(self._starts, wanted.start) - 1)
         for span, index in self._pieces[first:]:
             if span.start >= wanted.stop:

@@ -1,8 +1,8 @@
 """Saving: ranks report their pieces, agree on writers and write; rank 0 publishes the checkpoint.
 
 [Note: together]
-Everything that can fail on one rank runs inside the `Coordinator`'s methods. So all ranks fail
-together, and none waits for another. Nothing is renamed before all ranks have written.
+Each step that can fail on one rank runs inside a method of `Coordinator`. So all ranks fail
+together, and no rank waits for another. Nothing is renamed before all ranks have written.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ def save(
     optimizer: DistributedOptimizer,
     form: Form = "sharded",
 ) -> None:
-    """Save the run; every rank of `ddp.group` must call it.
+    """Save the run. Every rank of `ddp.group` must call this.
 
-    The checkpoint contains fp32 masters, all optimizer state, the settings of the param groups, the
-    loss scaler, and rank 0's frozen params and persistent module buffers, including the scales of
-    fp8 params. Working params are not saved, because they are their masters, cast. Gradients are
-    not saved either, so save between two steps. `load` accepts any other layout.
+    The checkpoint contains fp32 masters, all optimizer state, param-group settings, the loss
+    scaler, and rank 0's frozen params and persistent buffers, including the scales of fp8 params.
+    Working params are not saved, because they are cast from the masters. Gradients are not saved
+    either, so save between two steps. `load` accepts any other layout.
 
     Args:
-        path: Path of the checkpoint, a folder that all ranks can reach. An existing checkpoint is
+        path: Folder of the checkpoint, which all ranks can reach. An existing checkpoint is
             replaced at the very end. Until then, and after a failure, it stays.
-        ddp: The params.
-        optimizer: Their masters and state.
+        ddp: Wrapper of the params.
+        optimizer: Owner of their masters and state.
         form: `sharded` for one file per rank that owns something; `consolidated` for one file with
             whole tensors, gathered on rank 0 one at a time.
 
@@ -73,7 +73,7 @@ def _write(plan: SavePlan) -> list[FileRecord]:
 
 
 class SaveHandle:
-    """A save in progress, from `save_async`."""
+    """A save in progress, returned by `save_async`."""
 
     def __init__(self, plan: SavePlan) -> None:
         self._plan: SavePlan | None = plan
@@ -81,9 +81,9 @@ class SaveHandle:
         self._error: Exception | None = None
         self._failure: CheckpointError | None = None
         self._thread: Thread | None = None
-        # A consolidated save communicates, so it is written in wait(), not in a thread.
+        # A consolidated save communicates, so wait() writes it instead of a thread.
         if plan.form != "consolidated":
-            # A daemon, so that a run that fails does not hang at exit.
+            # A daemon thread, so that a failing run does not hang at exit.
             thread = Thread(target=self._write, args=(plan,), name="checkpoint", daemon=True)
             self._thread = thread
             thread.start()
@@ -94,14 +94,14 @@ class SaveHandle:
         return self._plan is None
 
     def wait(self) -> None:
-        """Wait until the checkpoint is complete; every rank must call it.
+        """Wait until the checkpoint is complete. Every rank must call this.
 
         Raises:
-            CheckpointError: On all ranks, if anything failed on one. Raised again by later calls.
+            CheckpointError: On all ranks, if anything failed on one. Later calls raise it again.
         """
         if self._thread is not None:
             self._thread.join()
-        # None after the first call, because a second one must not publish again.
+        # None after the first call, because a second call must not publish again.
         plan = self._plan
         if plan is not None:
             try:
@@ -120,14 +120,14 @@ class SaveHandle:
         return self._files
 
     def _write(self, plan: SavePlan) -> None:
-        # Runs in a thread, so without collectives; the ranks agree in wait().
+        # Runs in a thread, so it must not communicate. The ranks agree in wait().
         try:
             self._files = _write(plan)
         except Exception as error:  # noqa: BLE001  (raised by wait(), on all ranks)
             self._error = error
 
 
-# Asynchronous saves of rank 0 by path, because two into one folder would mix their files.
+# Rank 0's asynchronous saves by path, because two saves into one folder would mix their files.
 _under_way: weakref.WeakValueDictionary[Path, SaveHandle] = weakref.WeakValueDictionary()
 
 
@@ -140,15 +140,15 @@ def save_async(
 ) -> SaveHandle:
     """Save like `save`, while training continues.
 
-    Everything is copied to the CPU before this returns; a thread writes the copies. The checkpoint
-    does not exist until every rank has called `wait` on the returned handle.
+    All tensors are copied to the CPU before this returns, and a thread writes the copies. The
+    checkpoint does not exist until every rank has called `wait` on the returned handle.
 
     Args:
         path: See `save`.
         ddp: See `save`.
         optimizer: See `save`.
-        form: See `save`. With `consolidated` the copies are gathered and written in `wait`,
-            because a thread beside training cannot communicate.
+        form: See `save`. With `consolidated`, `wait` gathers and writes the copies, because a
+            thread beside training cannot communicate.
 
     Raises:
         CheckpointError: On all ranks, if anything fails on one rank before the writing starts.
@@ -162,7 +162,7 @@ def save_async(
 
 def _check_free(folder: Folder) -> None:
     running = _under_way.get(folder.final)
-    # A handle that was dropped without wait() is gone from the weak dictionary.
+    # The weak dictionary drops a handle that its owner dropped without wait().
     if running is not None and not running.waited:
         raise CheckpointError(
             f"expected no save in progress into {folder.final}, got a second one. "
@@ -180,12 +180,7 @@ def _agree(
 ) -> SavePlan:
     """Take a snapshot on every rank, assign writers, and create the folder.
 
-    Args:
-        path: See `save`.
-        ddp: See `save`.
-        optimizer: See `save`.
-        form: See `save`.
-        copy: True to copy tensors, so that they may change before they are written.
+    With `copy`, tensors are copied, so that they may change before they are written.
     """
     coordinator = Coordinator(ddp.group, device=ddp.buffers[0].device)
     ddp.finish_param_gather()
@@ -203,7 +198,7 @@ def _agree(
         return snapshot.report()
 
     def divide(reports: list[dict[str, Any]]) -> dict[str, Any]:
-        # On rank 0 only: it alone sees the reports of all ranks, and creates the folder.
+        # On rank 0 only, which has all reports and creates the folder.
         folder, snapshot = begun[0]
         writers, params, groups = merge_reports(snapshot.params, reports)
         _check_free(folder)
@@ -211,7 +206,7 @@ def _agree(
         return {
             "params": params,
             "groups": groups,
-            # Pieces by param and span, because indices refer to each rank's own report.
+            # By param and span, because indices refer to each rank's own report.
             "writes": [
                 [[report["pieces"][i]["param"], *report["pieces"][i]["span"]] for i in indices]
                 for report, indices in zip(reports, writers, strict=True)
@@ -233,10 +228,10 @@ def _agree(
 
 
 def _finish(plan: SavePlan, write: Callable[[], list[Any]]) -> None:
-    """Write on every rank; then write the manifest and publish the checkpoint on rank 0.
+    """Write on every rank. Then rank 0 writes the manifest and publishes the checkpoint.
 
     Raises:
-        CheckpointError: On all ranks, if anything fails on one. All written files are removed.
+        CheckpointError: On all ranks, if anything fails on one. Written files are removed.
     """
     try:
         plan.coordinator.gather_and_decide(
@@ -261,6 +256,6 @@ def _publish(plan: SavePlan, written: list[list[Any]]) -> None:
         loss_scaler=plan.snapshot.loss_scaler,
         files=build_record(tuple[FileRecord, ...], files, where="files"),
     )
-    # The manifest is last: a folder without it is not a checkpoint.
+    # The manifest comes last, because a folder without it is not a checkpoint.
     write_synced(plan.folder.saving / MANIFEST_NAME, encode_manifest(manifest))
     plan.folder.publish()

@@ -1,9 +1,9 @@
-"""A rank's snapshot of the run: the pieces that it owns, and data common to all ranks.
+"""A rank's snapshot of the run: its own pieces, and data common to all ranks.
 
 [Note: named by param]
-Nothing is identified by position. A buffer offset, a padded length, or the index of a param or
-param group has another meaning in the next layout. The name of a param and an element of the
-flattened param have the same meaning in all layouts.
+Positions identify nothing. A buffer offset, a padded length, or the index of a param or param group
+means something else in the next layout. A param name and an element of the flattened param mean the
+same in all layouts.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from zero_sim.zero.optimizer import DistributedOptimizer
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Piece:
-    """A span of one param that this rank owns."""
+    """Span of a param that this rank owns."""
 
     param: str
     span: Span
     tensors: Mapping[str, Tensor]  # 1D each, as long as the span
     state: tuple[StateRecord, ...]
     group: int
-    """Index into the groups of this rank."""
+    """Index into this rank's groups."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -55,18 +55,18 @@ class Snapshot:
     params: tuple[ParamRecord, ...]
     """All trained params, without group and state, which only their owners know."""
     part_params: list[dict[str, Any]]
-    """The params that only some ranks hold, such as experts; from `list_part_params`."""
+    """Params that only some ranks hold, such as experts; from `list_part_params`."""
     pieces: tuple[Piece, ...]
     groups: tuple[GroupRecord, ...]
     """This rank's param groups."""
     optimizer: str
-    """Class of the optimizer."""
+    """Optimizer class."""
     loss_scaler: ScalerRecord | None
     module: tuple[ModuleRecord, ...]
     module_tensors: tuple[Tensor, ...]  # ND each, as in `module`
 
     def report(self) -> dict[str, Any]:
-        """Return the data that rank 0 needs, as records for JSON; no tensors."""
+        """Return the data that rank 0 needs, as records for JSON, without tensors."""
         return {
             "part_params": self.part_params,
             "pieces": [
@@ -86,18 +86,18 @@ class Snapshot:
 def take_snapshot(
     ddp: DistributedDataParallel, optimizer: DistributedOptimizer, *, copy: bool
 ) -> Snapshot:
-    """Collect the state of this rank.
+    """Collect this rank's state.
 
     Args:
-        ddp: The params.
-        optimizer: Their masters and state.
+        ddp: Wrapper of the params.
+        optimizer: Owner of their masters and state.
         copy: True to copy all tensors to the CPU; False to use the engine's own memory.
 
     Raises:
-        CheckpointError: If some optimizer state cannot be split into spans, or an untrained tensor
-            is on some ranks only.
+        CheckpointError: If optimizer state cannot be split into spans, or only some ranks hold an
+            untrained tensor.
     """
-    # Rank 0 saves untrained tensors for all ranks, so all ranks must have them.
+    # Rank 0 saves untrained tensors for all ranks, so all ranks must hold them.
     module = list(iterate_module_tensors(ddp))
     for record, tensor in module:
         if not ddp.holders.are_all(ddp.holders.kind_of(record.name, tensor)):
@@ -119,7 +119,7 @@ def take_snapshot(
 
 
 def list_params(ddp: DistributedDataParallel) -> tuple[ParamRecord, ...]:
-    """Return the trained params of this rank, without group and state."""
+    """Return this rank's trained params, without group and state."""
     return tuple(
         ParamRecord(
             name=name,
@@ -133,7 +133,7 @@ def list_params(ddp: DistributedDataParallel) -> tuple[ParamRecord, ...]:
 
 
 def list_part_params(ddp: DistributedDataParallel) -> list[dict[str, Any]]:
-    """Return the params on some ranks only, for JSON, each with the first rank of its group."""
+    """Return params that only some ranks hold, for JSON, with the first rank of their group."""
     holders = ddp.holders
     return [
         {"param": param, "holder": dist.get_global_rank(holders.parts[kind].group, 0)}
@@ -145,22 +145,22 @@ def list_part_params(ddp: DistributedDataParallel) -> list[dict[str, Any]]:
 def merge_params(
     first: Sequence[ParamRecord], parts: Sequence[Sequence[dict[str, Any]]]
 ) -> tuple[ParamRecord, ...]:
-    """Return the params of all ranks: rank 0's, then others by rank.
+    """Return the params of all ranks: rank 0's, then the others in rank order.
 
     Args:
-        first: The params of rank 0.
-        parts: For every rank the result of `list_part_params`.
+        first: Rank 0's params.
+        parts: Each rank's result of `list_part_params`.
 
     Raises:
-        CheckpointError: If two groups of ranks have params of the same name.
+        CheckpointError: If two groups of ranks have params with the same name.
     """
     merged = {param.name: param for param in first}
-    # The first rank of each param's group identifies the group.
+    # A group's first rank identifies it.
     holders: dict[str, int] = {}
     for record in (record for records in parts for record in records):
         param = build_record(ParamRecord, record["param"], where="param")
         holder = record["holder"]
-        # Rank 0 may hold it too; then its place in registration order stays.
+        # If rank 0 holds it too, it keeps its place in registration order.
         merged.setdefault(param.name, param)
         if holders.setdefault(param.name, holder) != holder:
             raise CheckpointError(
@@ -177,12 +177,12 @@ def name_class(inner: Optimizer) -> str:
 
 
 def read_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a param group, without its params and index."""
+    """Return a param group's settings, without its params and index."""
     return {key: value for key, value in group.items() if key not in NO_SETTINGS}
 
 
 def read_scaler(optimizer: DistributedOptimizer) -> ScalerRecord | None:
-    """Return the state of the loss scaler; None without one."""
+    """Return the loss scaler's state; None without a scaler."""
     scaler = optimizer.loss_scaler
     if scaler is None:
         return None
@@ -198,14 +198,14 @@ def iterate_module_tensors(
 ) -> Iterator[tuple[ModuleRecord, Tensor]]:
     """Yield the module's untrained tensors: frozen params and persistent buffers.
 
-    Buffers declared as not persistent are skipped, as in `state_dict`.
+    Other buffers are skipped, as in `state_dict`.
     """
     # Compare ids, because hashing a param is slower than everything else here.
     trained = set(map(id, ddp.params.values()))
     for name, param in ddp.module.named_parameters():
         if id(param) not in trained:
             yield _record(name, "frozen", param), param.detach()
-    # Names with the prefix of the module that declares the buffer.
+    # Each name with the prefix of the declaring module.
     skipped = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in ddp.module.named_modules()
@@ -219,31 +219,30 @@ def iterate_module_tensors(
 def merge_reports(
     params: Sequence[ParamRecord], reports: Sequence[dict[str, Any]]
 ) -> tuple[list[list[int]], list[ParamRecord], list[dict[str, Any]]]:
-    """Combine the reports of all ranks.
+    """Combine all ranks' reports.
 
     Args:
-        params: The params of rank 0.
-        reports: The reports of all ranks.
+        params: Rank 0's params.
+        reports: Reports of all ranks.
 
     Returns:
-        For every rank the indices of the pieces it writes; the params with groups and state; and
-        the groups.
+        Indices of the pieces that each rank writes; params with groups and state; and groups.
 
     Raises:
-        CheckpointError: If the ranks contradict each other, or an element has no owner.
+        CheckpointError: If ranks contradict each other, or an element has no owner.
     """
     # JSON has no spans, so a report contains [start, stop].
     owned = [
         [(piece["param"], Span(*piece["span"])) for piece in report["pieces"]] for report in reports
     ]
     params = merge_params(params, [report["part_params"] for report in reports])
-    # All elements must have exactly one writer, so count them from the shapes.
+    # Every element needs exactly one writer, so count elements from the shapes.
     numels = {param.name: _count(param.shape) for param in params}
     writers = assign_writers(numels, owned)
     classes = {report["optimizer"] for report in reports}
     if len(classes) > 1:
         raise CheckpointError(f"expected one class of optimizer, got {sorted(classes)}.")
-    # Groups are compared by settings, not by index: equal groups are stored once.
+    # Compare groups by settings, not by index, so that equal groups are stored once.
     groups: list[dict[str, Any]] = []
     known: dict[str, tuple[int, list[dict[str, Any]], int]] = {}
     for rank, report in enumerate(reports):
@@ -253,16 +252,16 @@ def merge_reports(
                 groups.append(settings)
             mine = (groups.index(settings), piece["state"])
             first = known.setdefault(piece["param"], (*mine, rank))
-            # Every owner of a fragment reports group and state of the whole param: they must agree.
+            # Every owner of a fragment reports the param's group and state. They must agree.
             if first[:2] != mine:
                 raise CheckpointError(
-                    f"expected one param group and one step count for each param, got, on ranks "
-                    f"{first[2]} and {rank}, which own parts of {piece['param']!r}, "
-                    f"{groups[first[0]]}, {first[1]} and {settings}, {piece['state']}."
+                    f"expected one param group and one step count for each param, got "
+                    f"{groups[first[0]]}, {first[1]} and {settings}, {piece['state']} on ranks "
+                    f"{first[2]} and {rank}, which own parts of {piece['param']!r}."
                 )
     merged = []
     for param in params:
-        # Params without elements have no piece, so neither group nor state.
+        # A param without elements has no piece, so neither group nor state.
         group, state, _ = known.get(param.name, (None, [], 0))
         entries = build_record(tuple[StateRecord, ...], state, where=f"state of {param.name}")
         merged.append(
@@ -298,7 +297,7 @@ def _build_pieces(optimizer: DistributedOptimizer, *, copy: bool) -> Iterator[Pi
 
 
 def _encode_groups(optimizer: DistributedOptimizer) -> Iterator[GroupRecord]:
-    """Yield the settings of each group, and its learning rate before any factor."""
+    """Yield each group's settings, and its learning rate before any factor."""
     groups = optimizer.inner.param_groups
     for group, base_lr in zip(groups, optimizer.base_lrs, strict=True):
         settings = read_settings(group)
@@ -311,7 +310,7 @@ def _encode_groups(optimizer: DistributedOptimizer) -> Iterator[GroupRecord]:
 def _describe_state(key: object, value: object, *, leaf: nn.Parameter, where: str) -> StateRecord:
     if not isinstance(key, str):
         raise CheckpointError(f"expected state with string keys, got {key!r} {where}.")
-    # A tensor with dimensions is elementwise: split into spans like its master.
+    # A tensor with dimensions is elementwise, so it is split into spans like its master.
     if isinstance(value, Tensor) and value.dim():
         if value.shape != leaf.shape:
             raise CheckpointError(
@@ -332,7 +331,7 @@ def _record(name: str, kind: Literal["frozen", "buffer"], tensor: Tensor) -> Mod
 
 
 def _keep(tensor: Tensor, *, copy: bool) -> Tensor:
-    # copy=True even on the CPU, because training continues to write to the original.
+    # copy=True even on the CPU, because training goes on writing to the original.
     return tensor.detach().to("cpu", copy=True) if copy else tensor
 
 

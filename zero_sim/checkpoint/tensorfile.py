@@ -1,7 +1,7 @@
 """safetensors files, written tensor by tensor and read span by span.
 
-The library's own writer needs all tensors in memory at once. This writer streams the simple format:
-eight bytes of length, a JSON header, then the tensors without gaps.
+The library's own writer needs all tensors in memory at once. This writer streams the format: eight
+bytes of length, a JSON header, then tensors without gaps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zero_sim.layout import Span
 
 
 class TensorFileWriter:
-    """One file in progress. Call `write` for the tensors in the order of `entries`.
+    """A file in progress. Call `write` for its tensors in the order of `entries`.
 
     Args:
         path: A new file.
@@ -37,7 +37,7 @@ class TensorFileWriter:
     """
 
     entries: tuple[Entry, ...]
-    """File order: wide dtypes first, so that every tensor is at a multiple of its itemsize."""
+    """File order: wide dtypes first, so that each tensor starts at a multiple of its itemsize."""
 
     def __init__(self, path: Path, *, entries: Sequence[Entry]) -> None:
         self.entries = tuple(sort_entries(entries))
@@ -80,7 +80,7 @@ class TensorFileWriter:
         self._file.close()
 
     def _put(self, data: bytes | memoryview) -> None:
-        # The digest is computed during the write, so that the file is not read again.
+        # Now, so that the file need not be read again.
         write_bytes(self._file, data)
         self._digest.update(data)
         self._size_bytes += len(data)
@@ -96,7 +96,7 @@ def check_file(path: Path, *, record: FileRecord) -> str | None:
     try:
         with open_regular(path) as file:
             size_bytes = os.fstat(file.fileno()).st_size
-            # The size first: a wrong one is found without reading the file.
+            # The size first, because a wrong size is found without reading the file.
             if size_bytes != record.size_bytes:
                 return f"expected {record.size_bytes} bytes in {path}, got {size_bytes}."
             digest = hashlib.file_digest(file, "sha256")  # pyrefly: ignore[bad-argument-type]
@@ -111,17 +111,17 @@ def check_file(path: Path, *, record: FileRecord) -> str | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FileLayout:
-    """The positions of tensors in a file, computed from its record."""
+    """Positions of tensors in a file, computed from its record."""
 
     header: bytes
-    """The first bytes of the file."""
+    """First bytes of the file."""
     entries: Mapping[str, tuple[Entry, int]]
     """Each tensor by key, with the offset of its first byte."""
     size_bytes: int
 
 
 class _FileIndex:
-    """Index of the tensors in the files of a checkpoint."""
+    """Index of the tensors in a checkpoint's files."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.pieces: dict[tuple[str, str], list[tuple[FileRecord, PieceRecord]]] = {}
@@ -139,12 +139,12 @@ class _FileIndex:
         self._layouts: dict[str, _FileLayout] = {}
 
     def lay_out(self, file: FileRecord) -> _FileLayout:
-        """Return the layout of a file. It is cached, because all ranks need it."""
+        """Return a file's layout. It is cached, because all ranks need it."""
         if file.name not in self._layouts:
             entries = list_entries(file, self._tensors)
             header = build_header(entries)
             sizes = (entry.size_bytes for entry in entries)
-            # The last sum is the size of the file.
+            # The last sum is the file's size.
             *starts, size_bytes = accumulate(sizes, initial=len(header))
             placed = zip(entries, starts, strict=True)
             by_key = {entry.piece.key: (entry, start) for entry, start in placed}
@@ -157,7 +157,7 @@ _index_pieces = lru_cache(maxsize=1)(_FileIndex)
 
 
 class TensorFileReader:
-    """Reads spans of tensors from all files of a checkpoint.
+    """Reader of tensor spans from all files of a checkpoint.
 
     Args:
         folder: The checkpoint.
@@ -180,16 +180,16 @@ class TensorFileReader:
         return self._held.spans
 
     def read(self, output: Tensor, *, param: str, tensor: str, span: Span) -> None:
-        """Fill a 1D tensor with the elements of a span.
+        """Fill a 1D tensor with a span's elements.
 
         Raises:
             CheckpointError: If a file differs from the manifest.
         """
-        # A span can be in several pieces, of several files.
+        # A span may lie in several pieces and files.
         held = self._held.pieces[param, tensor]
         for part in self._held.indices[param, tensor].find(span):
             file, piece = held[part.piece]
-            # 1D view of the file; only the elements in `output` are read from disk.
+            # 1D view of the file. Only elements copied to `output` are read from disk.
             source = self._read_piece(file, piece)[part.in_piece.start : part.in_piece.stop]
             if source.dtype != output.dtype:
                 raise CheckpointError(
@@ -199,13 +199,13 @@ class TensorFileReader:
             output[part.in_wanted.start : part.in_wanted.stop].copy_(source)
 
     def _read_piece(self, file: FileRecord, piece: PieceRecord) -> Tensor:
-        # Opened on first use and kept: many spans are read from the same few files.
+        # Keep files open, because many spans are read from the same few files.
         if file.name not in self._open:
             path = self._folder / file.name
             try:
                 self._open[file.name] = _OpenFile(path, layout=self._held.lay_out(file))
             except CheckpointError:
-                # Already a good message.
+                # Its message is complete.
                 raise
             except (OSError, ValueError) as error:
                 raise CheckpointError(
@@ -215,14 +215,14 @@ class TensorFileReader:
 
 
 class _OpenFile:
-    """One file, mapped into memory.
+    """A file mapped into memory.
 
-    The file is not trusted. The positions of tensors follow from the manifest, and a file with
-    another header is refused without parsing it.
+    The file is not trusted. The manifest gives the positions of tensors, and a file with another
+    header is refused without parsing it.
 
     Args:
         path: The file.
-        layout: The expected layout.
+        layout: Expected layout.
 
     Raises:
         OSError, ValueError: If it cannot be read.
@@ -245,7 +245,7 @@ class _OpenFile:
             )
 
     def find(self, key: str) -> Tensor:
-        """Return all elements of a tensor, 1D, read only.
+        """Return a tensor's elements, 1D, read-only.
 
         Raises:
             CheckpointError: If its bytes are invalid for the dtype.

@@ -15,7 +15,7 @@ from zero_sim.untrusted import nests_too_deep
 from zero_sim.untrusted_json import unfit
 
 _TEXT_CHARS_MAX: Final = 1 << 12
-# Depth of nested lists in the settings of an optimizer.
+# Nesting of lists in an optimizer's settings.
 _DEPTH_MAX: Final = 8
 _INTEGER_STOP: Final = 1 << 63
 
@@ -33,11 +33,11 @@ SAFETENSORS_DTYPES: Final = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""Supported dtypes, with torch's and safetensors' names."""
+"""Supported dtypes: torch's names and safetensors' names."""
 
 
 def _is_text(text: str) -> bool:
-    # Messages print names on terminals: no control characters, and no name of a megabyte.
+    # Messages print names to terminals, so control characters and huge names are refused.
     return text.isprintable() and len(text) <= _TEXT_CHARS_MAX
 
 
@@ -51,10 +51,10 @@ Text = Annotated[str, AfterValidator(_check_text)]
 
 
 def name_dtype(dtype: torch.dtype) -> str:
-    """Return torch's name of a dtype without `torch.`.
+    """Return torch's name for a dtype, without `torch.`.
 
     Raises:
-        CheckpointError: If tensors of the dtype cannot be saved.
+        CheckpointError: If tensors of this dtype cannot be saved.
     """
     name = str(dtype).removeprefix("torch.")
     if name not in SAFETENSORS_DTYPES:
@@ -63,7 +63,7 @@ def name_dtype(dtype: torch.dtype) -> str:
 
 
 def find_dtype(name: str) -> torch.dtype:
-    """Return the dtype of a name from `name_dtype`.
+    """Return the dtype for a name from `name_dtype`.
 
     Raises:
         CheckpointError: If the name is unknown.
@@ -75,7 +75,7 @@ def find_dtype(name: str) -> torch.dtype:
 
 def view_bytes(tensor: Tensor) -> memoryview:
     """Return a tensor's bytes in logical order, without a copy if contiguous on the CPU."""
-    # 1D, contiguous; numpy has no bf16 or fp8, so it sees bytes.
+    # 1D and contiguous. As bytes, because numpy has no bf16 or fp8.
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
@@ -94,7 +94,7 @@ def encode_value(value: object) -> Any:
         case str() if _is_text(value):
             return value
         case float():
-            # JSON has no inf and NaN. Other floats survive as their shortest decimal.
+            # JSON has no inf or NaN. Other floats survive as their shortest decimal.
             return value if math.isfinite(value) else {"float": str(value)}
         case tuple():
             # Tagged, because JSON has no tuples.
@@ -102,7 +102,7 @@ def encode_value(value: object) -> Any:
         case list():
             return [encode_value(item) for item in value]
         case Tensor() if value.dim() == 0:
-            # The bits restore the tensor; the value is for readers of the file.
+            # The bits restore the tensor. The value is for readers of the file.
             bits = view_bytes(value).hex()
             return {"tensor": name_dtype(value.dtype), "bits": bits, "value": str(value.item())}
     raise CheckpointError(
@@ -112,7 +112,7 @@ def encode_value(value: object) -> Any:
 
 
 def decode_value(encoded: Any) -> Any:
-    """Return the original of an encoded value; tensors are on the CPU.
+    """Return the original of an encoded value. Tensors are on the CPU.
 
     Raises:
         CheckpointError: If `encode_value` could not have returned it.
@@ -129,22 +129,22 @@ def decode_value(encoded: Any) -> Any:
         case {"tensor": name, "bits": bits}:
             # 1D uint8, the bytes of one element.
             content = torch.frombuffer(bytearray.fromhex(bits), dtype=torch.uint8)
-            # A bool tensor may contain bytes 0 and 1 only.
+            # A bool tensor may only contain bytes 0 and 1.
             if name != "bool" or content.max() <= 1:
                 return content.view(find_dtype(name)).reshape(())
     raise CheckpointError(f"expected an encoded value, got {encoded!r}.")
 
 
 def check_encoded(encoded: Any) -> Any:
-    """Return the argument, as a validator of fields with encoded values.
+    """Return the argument if `encode_value` could have returned it. A validator for fields.
 
     Raises:
-        PydanticCustomError: If `encode_value` would not have returned it.
+        PydanticCustomError: If it could not.
     """
     is_own = False
-    # Encoding the decoded value again must give the same JSON, so there is one form only.
+    # Encoding the decoded value must give the same JSON, because only one form is valid.
     if not nests_too_deep(encoded, most=_DEPTH_MAX):
-        # Any failure to decode means that no save has written it.
+        # If decoding fails, no save has written the value.
         with contextlib.suppress(CheckpointError, RuntimeError, TypeError, ValueError):
             is_own = encode_value(decode_value(encoded)) == encoded
     if not is_own:

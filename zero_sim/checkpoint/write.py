@@ -1,4 +1,4 @@
-"""The plan of a save, and its files, written by each rank or by rank 0 alone."""
+"""Plan of a save, and its files, written by each rank or by rank 0 alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from zero_sim.layout import Span
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SavePlan:
-    """One save, as agreed on; equal on all ranks except for the snapshot."""
+    """Agreed plan of a save, equal on all ranks except for the snapshot."""
 
     coordinator: Coordinator
     folder: Folder
@@ -45,12 +45,12 @@ class SavePlan:
     params: tuple[ParamRecord, ...]
     groups: tuple[GroupRecord, ...]
     writers: Sequence[Sequence[tuple[str, int, int]]]
-    """For every rank the pieces it writes: param, first element, and element after the last."""
+    """Pieces that each rank writes: param, first element, and element after the last."""
 
     @property
     def pieces(self) -> dict[tuple[str, Span], Piece]:
-        """The pieces that this rank writes."""
-        # A rank owns more pieces than it writes if there are replicas.
+        """Pieces that this rank writes."""
+        # With replicas, a rank owns more pieces than it writes.
         mine = set(self.find_pieces(self.coordinator.rank))
         held = {(piece.param, piece.span): piece for piece in self.snapshot.pieces}
         return {where: piece for where, piece in held.items() if where in mine}
@@ -61,9 +61,9 @@ class SavePlan:
 
 
 def write_own_files(plan: SavePlan) -> list[FileRecord]:
-    """Write the pieces assigned to this rank; on rank 0 also untrained tensors.
+    """Write the pieces assigned to this rank, and on rank 0 also untrained tensors.
 
-    No collectives, because it may run in a thread.
+    It must not communicate, because it may run in a thread.
     """
     tensors: dict[Entry, Tensor] = {}
     for piece in plan.pieces.values():
@@ -73,7 +73,7 @@ def write_own_files(plan: SavePlan) -> list[FileRecord]:
             tensors[entry] = tensor
     files = []
     if tensors:
-        # With leading zeros, so that file listings are in rank order.
+        # Leading zeros, so that file listings are in rank order.
         name = f"rank-{plan.coordinator.rank:05d}-of-{plan.coordinator.size:05d}.safetensors"
         files.append(_write_all(plan.folder.saving / name, tensors))
     return files + write_module_file(plan)
@@ -91,20 +91,20 @@ def write_consolidated(plan: SavePlan) -> list[FileRecord]:
     """Gather on rank 0, which writes each tensor before it receives the next.
 
     Raises:
-        Exception: On rank 0, if it cannot write, after receiving everything.
+        Exception: On rank 0, if it cannot write. It receives everything before this.
     """
     if plan.coordinator.rank != 0:
         _send_own(plan)
         return []
     module = _list_module(plan)
-    # Untrained tensors are on rank 0 already, so they are not gathered.
+    # Untrained tensors are not gathered, because rank 0 has them.
     entries = [*_list_whole(plan.params), *module]
     collected = _collect_whole(plan, entries, module)
     tensors = (tensor for _, tensor in collected)
     try:
         return [_write_file(plan.folder.saving / CONSOLIDATED_NAME, entries, tensors)]
     except Exception:
-        # Receive the rest even if the disk is full, because the other ranks wait in send.
+        # Receive the rest even if the disk is full, because other ranks wait in send.
         for _ in collected:
             pass
         raise
@@ -121,7 +121,7 @@ def _send_own(plan: SavePlan) -> None:
         if where[0] == entry.piece.param
     ]
     group = plan.coordinator.group
-    # All sends are issued before the first wait; rank 0 receives them one at a time.
+    # Issue all sends before the first wait. Rank 0 receives them one at a time.
     for work in [dist.isend(part, group=group, group_dst=0) for part in parts]:
         assert work is not None
         work.wait()
@@ -142,11 +142,11 @@ def _collect_whole(
             yield entry, module[entry]
             continue
         record = entry.piece
-        # 1D, all elements of the param, on the device of the group's collectives.
+        # 1D, all elements of the param, on the group's device.
         whole = torch.empty(
             record.stop, dtype=find_dtype(entry.dtype), device=plan.coordinator.device
         )
-        # In rank order per tensor: _send_own issues its sends in the order of these receives.
+        # Per tensor in rank order, which is the order of sends in _send_own.
         for rank, span in owners.get(record.param, []):
             part = whole[span.start : span.stop]
             if rank == plan.coordinator.rank:
@@ -191,6 +191,6 @@ def _write_file(path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor])
 
 
 def _write_all(path: Path, tensors: Mapping[Entry, Tensor]) -> FileRecord:
-    # The writer sorts in the same way, so tensors come in its order.
+    # In the order of the writer, which sorts in the same way.
     entries = sort_entries(tensors)
     return _write_file(path, entries, map(tensors.__getitem__, entries))
