@@ -39,11 +39,8 @@ def printable(text: str, *, lines: bool = False) -> str:
     r"""Spell out a text's invisible characters: `\n`, `\x1b`, `\u202e`.
 
     These are control characters, characters that reverse or hide text, blanks other than a space,
-    and surrogates. The result has no effect on a terminal, and can always be encoded.
-
-    Args:
-        text: Any text.
-        lines: True to keep line breaks and tabs.
+    and surrogates. The result has no effect on a terminal, and can always be encoded. With `lines`,
+    line breaks and tabs stay.
     """
     if text.isprintable():
         return text
@@ -79,12 +76,8 @@ def _without_middle(text: str, *, most: int) -> str:
 def open_regular(path: Path, *, follow: bool = True, append: bool = False) -> BinaryIO:
     """Open a regular file for reading. Refuse any other kind.
 
-    A pipe would block, and a device may have no end.
-
-    Args:
-        path: Path of the file.
-        follow: True to allow a link to a regular file.
-        append: True to open it for unbuffered writing at its end as well.
+    A pipe would block, and a device may have no end. With `follow`, a link to a regular file is
+    allowed. With `append`, the file is also open for unbuffered writing at its end.
 
     Raises:
         Unreadable: It is not a regular file.
@@ -105,12 +98,7 @@ def open_regular(path: Path, *, follow: bool = True, append: bool = False) -> Bi
 
 
 def read_regular(path: Path, *, bytes_max: int, follow: bool = True) -> bytes:
-    """Read a regular file. Refuse any other kind.
-
-    Args:
-        path: Path of the file.
-        bytes_max: Size limit.
-        follow: True to allow a link to a regular file.
+    """Read a regular file, or with `follow` a link to one. Refuse any other kind.
 
     Raises:
         Unreadable: It does not exist, is not a regular file, is larger, or cannot be read.
@@ -130,12 +118,7 @@ def read_regular(path: Path, *, bytes_max: int, follow: bool = True) -> bytes:
 
 
 def nests_too_deep(value: object, *, most: int = NESTING_MAX) -> bool:
-    """Return True if dicts and lists are nested too deeply for recursion.
-
-    Args:
-        value: Parsed value.
-        most: Number of allowed levels.
-    """
+    """Return True if dicts and lists are nested too deeply for recursion."""
     # Level by level, because the input would decide the depth of a recursion.
     level = [value]
     for _ in range(most + 1):

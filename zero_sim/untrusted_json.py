@@ -34,9 +34,7 @@ def unfit(expected: str) -> PydanticCustomError:
 def matching(pattern: str, expected: str) -> AfterValidator:
     """Return a validator of texts, for annotating fields.
 
-    Args:
-        pattern: Pattern for the whole text.
-        expected: Description of a valid text, for the error.
+    The whole text must match the pattern. `expected` describes such a text, for the error.
     """
     compiled = re.compile(pattern)
 
@@ -49,12 +47,7 @@ def matching(pattern: str, expected: str) -> AfterValidator:
 
 
 def parse(data: bytes, *, where: str, least: int = -(2**63)) -> Any:
-    """Return the value in a JSON file.
-
-    Args:
-        data: Contents of the file.
-        where: File name, for the error.
-        least: See `check_integers`.
+    """Return the value in a JSON file. `where` is the file's name, for the error.
 
     Raises:
         InvalidField: It is no JSON, repeats a name, has an integer out of range, or is nested too
@@ -72,12 +65,7 @@ def parse(data: bytes, *, where: str, least: int = -(2**63)) -> Any:
 
 
 def check_integers(value: object, *, where: str, least: int = -(2**63)) -> None:
-    """Check every integer in parsed JSON.
-
-    Args:
-        value: Parsed value.
-        where: Place of the value, for the error.
-        least: Smallest valid integer. The largest is 2^63 - 1.
+    """Check that every integer in parsed JSON has 64 bits and is not below the least.
 
     Raises:
         InvalidField: An integer is out of range.

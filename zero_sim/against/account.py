@@ -251,7 +251,7 @@ def _match(tensor: Tensor, result: Tensor) -> tuple[int, float] | None:
     wanted, held = tensor.reshape(-1), result.detach().to(torch.float64).reshape(-1)
     if wanted.numel() < 2 or held.numel() < wanted.numel() or not bool(wanted.any()):
         return None
-    # Look for the largest element and its neighbours, because they are hardly padding.
+    # Search for the window around the largest element, which is the least likely to be padding.
     count = min(wanted.numel(), SEARCHED_ELEMS)
     start = max(0, min(int(wanted.abs().argmax()), wanted.numel() - count))
     part = wanted[start : start + count]
@@ -260,7 +260,7 @@ def _match(tensor: Tensor, result: Tensor) -> tuple[int, float] | None:
     windows = held.unfold(0, count, 1)
     factors = windows[:, largest] / part[largest]
     off = (windows - factors[:, None] * part).abs()
-    # A window may match up to a factor, because a script may scale before or after the call.
+    # A window may be a multiple, because a script may scale before or after the call.
     fits = (off <= _SAME * windows.abs().amax(1, keepdim=True)).all(1) & (factors != 0)
     places = fits.nonzero().reshape(-1)
     if not len(places) or int(places[0]) < start:

@@ -53,10 +53,6 @@ class ScriptBundle:
 def write_script_bundle(bundle: ScriptBundle, *, folder: Path) -> Path:
     """Write a bundle with the working folder's Python files to a folder named by its id.
 
-    Args:
-        bundle: Verdict with its settings.
-        folder: Folder of all bundles.
-
     Raises:
         UsageError: The code is too large, or the folder is not writable.
     """
@@ -137,4 +133,5 @@ def read_script_bundle(path: Path) -> ScriptBundle:
             raise InvalidField(f"version: expected {VERSION}, got {version!r}. Upgrade zero_sim")
         return build_record(ScriptBundle, table, where=HEAD_FILE)
     except (InvalidField, OSError) as unfit:
+        # Show no control characters of a file that may be hostile.
         raise BundleError(printable(f"{path}: {unfit}.")) from None

@@ -292,11 +292,7 @@ class RankCapture:
 
 
 class _Start:
-    """Start values that replace a script's params.
-
-    Args:
-        values: Values by name.
-    """
+    """Start values, by name, that replace a script's params."""
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         self.replaced: dict[str, str] = {}

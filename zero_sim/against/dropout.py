@@ -51,13 +51,7 @@ class ByDesign:
         return len(self._inside) > 1
 
     def begin_forward(self, name: str | None, values: Iterable[Any], *, step: int) -> None:
-        """Begin a module's forward.
-
-        Args:
-            name: Module name; None if it has none.
-            values: Arguments of the forward.
-            step: Optimizer steps so far.
-        """
+        """Begin the forward of a module, which may have no name."""
         self._step = step
         if not self.is_inside:
             self._rows = {
@@ -74,12 +68,7 @@ class ByDesign:
             self.refusals[f"{type(module).__name__} {name}".strip()] = reason
 
     def kept(self, tensor: Tensor, p: float, dim: int = -1) -> Tensor:
-        """Draw a mask for a tensor's features.
-
-        Args:
-            tensor: Tensor to drop from.
-            p: Probability of dropping a feature.
-            dim: Feature dimension.
+        """Draw a mask that drops features along a dimension with probability p.
 
         Returns:
             True for kept features, in a shape that broadcasts to the tensor.
@@ -87,7 +76,7 @@ class ByDesign:
         name, shape = self._inside[-1], tensor.shape
         # A single dimension may be rows, so keep or drop all of it.
         size = shape[dim] if len(shape) > 1 else 1
-        # As many features as rows, and no rows in front: it drops rows, which differ by rank.
+        # With as many features as rows and no rows in front, it drops rows, which differ by rank.
         if size in self._rows and all(shape[0] % each for each in self._rows):
             self.refusals[f"dropout in {name or 'the script'}"] = f"{_OWN_MASK}, over rows"
         with self._aside():

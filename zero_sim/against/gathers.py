@@ -25,7 +25,7 @@ from zero_sim.sim.dispatch import has_own_dispatch
 from zero_sim.sim.log import CollectiveRecord
 
 PADDING_MAX = 512
-"""Padding elements that a gather's result may always have on one side."""
+"""Number of padding elements that is always allowed at the end of a gather's result."""
 _KINDS = frozenset({"all_gather", "all_gather_list"})
 
 
@@ -59,13 +59,9 @@ class GatherLog:
         step: int,
         params: Mapping[str, Tensor],
     ) -> None:
-        """Search a gather's contribution for param values.
+        """Search a gather's contribution for values of optimizer params that have no module.
 
-        Args:
-            record: Call with its group.
-            call: Tensors of the call, before data moves.
-            step: Optimizer steps of the rank so far.
-            params: The rank's optimizer params that belong to no module.
+        It must be called before data moves. `step` counts the rank's optimizer steps so far.
         """
         if record.kind not in _KINDS:
             return
@@ -139,15 +135,7 @@ def gathered(
     got: Mapping[int, Piece],
     got_log: GatherLog,
 ) -> tuple[Tensor, Tensor] | None:
-    """Return flat expected and got elements with equal places; None if places are unknown.
-
-    Args:
-        name: Name of the param.
-        expected: Pieces of the expected run, by rank.
-        expected_log: Gathers of the expected run.
-        got: Pieces of the judged run, by rank.
-        got_log: Gathers of the judged run.
-    """
+    """Return flat expected and got elements with equal places; None if places are unknown."""
     wanted = _joined(name, expected, expected_log)
     came = _joined(name, got, got_log)
     if wanted is None or came is None or not set(wanted) <= set(came):

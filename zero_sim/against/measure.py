@@ -2,8 +2,7 @@
 
 [Note: tensors that need not be kept]
 Replicas have equal params, and a forward uses the params that the last step left. So a tensor with
-the same bits as a kept tensor is not stored again. Of a measured run, only tensors that differ are
-kept.
+the same bits as a kept tensor is not stored again. A measured run only keeps tensors that differ.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class Baseline(Sink):
         return self._wholes[point]
 
     def start(self, *moments: Moment) -> dict[str, Tensor]:
-        """Return initial params by name: at their first forward, or first of some moments."""
+        """Return each param's first value, by name: at a forward, or at the given moments."""
         found: dict[str, Tensor] = {}
         for point in sorted(self.pieces):
             # Points sort by step, so the first is the earliest.

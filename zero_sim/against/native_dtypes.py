@@ -87,12 +87,7 @@ def stored(tensor: Tensor) -> torch.dtype:
 
 
 def note(tensor: Tensor, dtype: torch.dtype) -> None:
-    """Record the native dtype of a tensor's storage.
-
-    Args:
-        tensor: Plain tensor stored in float64 or complex128.
-        dtype: Native dtype.
-    """
+    """Record the native dtype of a storage, given a plain tensor in float64 or complex128."""
     if tensor.layout is torch.sparse_coo:
         # A COO tensor has no storage of its own.
         tensor = tensor._values()

@@ -14,9 +14,7 @@ from collections.abc import Mapping
 def other_prefixes(own: Mapping[str, str], known: Mapping[str, str]) -> dict[str, str]:
     """Return the expected prefix for each prefix that a rank names differently.
 
-    Args:
-        own: Digests of the rank's initial params, by name.
-        known: Digests of the expected run's initial params, by name.
+    `own` and `known` are digests of initial params by name, on this rank and in the expected run.
 
     Returns:
         Expected prefix by the rank's prefix; empty if names are equal or a match is uncertain.

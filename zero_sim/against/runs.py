@@ -236,10 +236,7 @@ class _Observer:
 def observe(side: Side, way: Way, *, seed: int) -> Observed:
     """Run a script once in a copy of the working folder.
 
-    Args:
-        side: Script, arguments and world.
-        way: Options of the observation.
-        seed: Seed of the schedule, and of random numbers that the script does not seed.
+    The seed is for the schedule, and for random numbers that the script does not seed.
 
     Raises:
         UsageError: The script does not exist, or the folder is too large to copy.

@@ -100,7 +100,7 @@ def judge(
         starts_alike: True to start with the prepared side's param values.
         all_read_all: True if each rank should read all rows, as with tensor parallelism.
     """
-    # The expected side may have needed CUDA on the CPU, or stubs. Spare this side a failed attempt.
+    # The expected side may have needed CUDA on the CPU, or stubs. This side then needs them too.
     side = side.as_tried(prepared.side)
     if prepared.failure is not None:
         verdict = replace(prepared.failure, expected=prepared.side.text, got=side.text)
@@ -114,7 +114,7 @@ def judge(
     )
     got, steps = observe(side, way, seed=prepared.seed), None
     if any(isinstance(log.trouble, RowsLack) for log in got.rows):
-        # Each rank reads as many rows as the one rank, and no argument of the script changes that.
+        # Each rank reads as many rows as the one rank did, and no argument changes that.
         measurement = Measurement(prepared.baseline)
         way = replace(way, sink=measurement, splits=True)
         got = observe(got.side, way, seed=prepared.seed)
@@ -243,6 +243,7 @@ def _measure_rounding(prepared: Prepared) -> AgainstVerdict | None:
             return _irregular(prepared)
         for point, measured in noisy.measured.items():
             known = prepared.rounding.get(point, FLOOR)
+            # The largest rounding in any noisy run.
             prepared.rounding[point] = max(known, measured.relative)
     decided = {point for point, rounding in prepared.rounding.items() if rounding * LIMIT < 1}
     starts = {p for p in prepared.rounding if p.step == 0 and p.moment == "forward"}
@@ -321,6 +322,7 @@ def _judged(prepared: Prepared, measurement: Measurement, got: Observed) -> Agai
     deciding = {p for p in prepared.rounding if p.moment not in LOCALISING}
     # Points that only the expected run reached count as not observed.
     unknown = (measurement.unobserved | deciding) - measurement.measured.keys()
+    # Steps that one side did not take are no gap.
     unknown -= measurement.left_out
     unjudged |= {p.name for p in unknown if p.moment not in LOCALISING}
     judged = {point.name for point in measurement.measured} - unjudged

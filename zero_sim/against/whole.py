@@ -39,6 +39,7 @@ def whole_of(pieces: Mapping[int, Piece]) -> Whole | None:
     replicas: list[dict[tuple[int, ...], int]] = []
     for rank in sorted(pieces):
         place = tuple(shard[1] for shard in pieces[rank].shards)
+        # The first replica whose shard at this place is still missing.
         home = next((known for known in replicas if place not in known), None)
         if home is None:
             home = {}

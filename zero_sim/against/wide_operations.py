@@ -345,6 +345,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _update_scale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    # Like torch's kernel: shrink after an overflow, grow after `interval` steps without one.
     scale, tracker, found_nonfinite, growth, backoff, interval = args
     if bool(found_nonfinite):
         scale.mul_(backoff)

@@ -26,10 +26,6 @@ CHANNELS_MAX = 64
 def arrangement_of(group: dist.ProcessGroup, *, device: str) -> tuple[Arrangement | None, str]:
     """Determine a communicator's summation order. All of its ranks must call this.
 
-    Args:
-        group: Communicator.
-        device: Device of the data.
-
     Returns:
         Arrangement, or None if no model fits; and a description of the observations.
     """
@@ -66,15 +62,7 @@ def fit(
     elems: int,
     elem_bytes: int,
 ) -> Arrangement | None:
-    """Return the one-channel arrangement that reproduces all observations; None if none does.
-
-    Args:
-        scattered: Observed order of a reduce-scatter.
-        reduced: Observed order of an all-reduce.
-        rank_count: Ranks in the communicator.
-        elems: Elements per call.
-        elem_bytes: Bytes per element.
-    """
+    """Return the one-channel arrangement that reproduces all observations; None if none does."""
     # NCCL keeps partial sums of fp32 in fp32, so no model here fits anything else.
     if (scattered.accumulator, reduced.accumulator) != ("data", "data"):
         return None

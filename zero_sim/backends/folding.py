@@ -56,13 +56,7 @@ def _create(options: Any, _: Any, *, transport: str, order: Order) -> SimProcess
 
 
 def make_group(options: Any, *, transport: str, order: Order) -> SimProcessGroup:
-    """Return a process group that moves data with a transport and adds in an order.
-
-    Args:
-        options: torch's options for creating a group.
-        transport: `gloo` or `nccl`.
-        order: Summation order.
-    """
+    """Return a process group that moves data with a transport and adds in an order."""
     carrying = find_transport(transport)
     # torch lists no ranks for the default group.
     members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))

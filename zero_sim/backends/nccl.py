@@ -20,11 +20,7 @@ from zero_sim.errors import EnvironmentProblem
 
 
 class Nccl:
-    """NCCL as a transport.
-
-    Args:
-        library: Calls of CUDA and NCCL.
-    """
+    """NCCL as a transport."""
 
     name = "nccl"
     own_order = "nccl-ring"
@@ -115,10 +111,7 @@ def _may_share() -> bool:
 
 
 def check_alike(identities: Sequence[Mapping[str, str]]) -> None:
-    """Check that the processes of a job can be judged together.
-
-    Args:
-        identities: Identity of each process, by rank.
+    """Check that the processes of a job can be judged together, by their identities in rank order.
 
     Raises:
         EnvironmentProblem: Two processes differ in a version or model, or share a GPU.

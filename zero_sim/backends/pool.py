@@ -44,9 +44,7 @@ class Pool(Protocol):
     def submit(self, call: Callable[..., Answer], *arguments: object) -> Future[Answer]:
         """Start a call on a free worker. The future fails if the worker dies.
 
-        Args:
-            call: Function of a module. Arguments and result must be picklable.
-            arguments: Arguments of the call.
+        The call must be a function of a module, with picklable arguments and result.
         """
         ...
 
@@ -79,11 +77,7 @@ class OwnProcess:
 
 
 class Processes:
-    """Pool of processes on this machine. Dead processes are replaced. Must be closed.
-
-    Args:
-        slots: Number of processes.
-    """
+    """Pool of processes on this machine. Dead processes are replaced. Must be closed."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -116,12 +110,7 @@ class Processes:
 
 
 class Cluster:
-    """Pool of a Dask cluster's workers. If a worker dies, its call is not retried.
-
-    Args:
-        executor: Executor of the cluster.
-        slots: Number of calls at once.
-    """
+    """Pool of a Dask cluster's workers. If a worker dies, its call is not retried."""
 
     def __init__(self, executor: Executor, *, slots: int) -> None:
         self._executor = executor
@@ -145,11 +134,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def connected(scheduler: str, *, slots: int | None) -> Iterator[Cluster]:
-    """Connect to a Dask cluster, and yield it as a pool.
-
-    Args:
-        scheduler: Address of the scheduler.
-        slots: Number of calls at once; by default the number of workers.
+    """Connect to a Dask cluster, and yield it as a pool with a slot per worker by default.
 
     Raises:
         EnvironmentProblem: The cluster cannot be used.
@@ -234,12 +219,8 @@ def share_out(
 ) -> Generator[tuple[int, Future[Answer]], None, None]:
     """Make calls on several processes, and yield each call when it ends.
 
-    Closing the iterator ends the processes. Calls only start while a result is requested.
-
-    Args:
-        call: Function of a module. Arguments and result must be picklable.
-        tasks: Arguments of each call, in starting order.
-        jobs: Largest number of processes.
+    Calls start in the order of `tasks`, which are their arguments, and only while a result is
+    requested. Closing the iterator ends the processes. For `call`, see `Pool.submit`.
 
     Yields:
         Index in `tasks`, and the finished future, which raises `BrokenExecutor` if the process

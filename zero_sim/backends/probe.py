@@ -99,13 +99,9 @@ class ObservedOrder:
 
 
 def observe(reduce: Reduction, *, rank_count: int, elems: int, dtype: torch.dtype) -> ObservedOrder:
-    """Measure a reduction; see [Note: pairs that cancel].
+    """Measure a reduction of bf16, fp16, fp32 or fp64; see [Note: pairs that cancel].
 
-    Args:
-        reduce: Reduction to measure. Every rank calls it equally often.
-        rank_count: Ranks in the group.
-        elems: Elements in the reduction.
-        dtype: Dtype of the data: bf16, fp16, fp32 or fp64.
+    Every rank of the group must call this.
     """
     narrow, wide = _SCALES[dtype]
     ask = _Asking(reduce, rank_count=rank_count, elems=elems, dtype=dtype)
@@ -375,13 +371,6 @@ def verify(
     Neighbours at both ends of a run test the subtrees in turn. A run with fewer elements than
     subtrees tests as many subtrees as it has elements.
 
-    Args:
-        reduce: Reduction to check.
-        pieces: Model.
-        rank_count: Ranks in the group.
-        elems: Elements in the reduction.
-        dtype: Dtype of the data.
-
     Returns:
         First element that is added in another way or in a wider dtype; None without such elements.
     """
@@ -475,12 +464,7 @@ def by_calling(
 
 
 def compare(expected: ObservedOrder, observed: ObservedOrder, *, name: str) -> str:
-    """Compare a backend's measured order with a model's order.
-
-    Args:
-        expected: Order of the model, measured with `by_model`.
-        observed: Order of the backend, measured with `by_calling`.
-        name: Name of the model.
+    """Compare a backend's order, measured with `by_calling`, with a model's from `by_model`.
 
     Returns:
         `agrees with NAME`; or `drift: expected ..., observed ...` at the first element that is

@@ -85,14 +85,8 @@ def pieces_of(
 ) -> list[tuple[int, int, Tree]]:
     """Return runs of elements that a model adds alike, with their trees.
 
-    Args:
-        kind: Kind of reduction.
-        order: Order that adds in chains, or `tree`.
-        rank_count: Ranks in the group.
-        elems: Elements in the reduction.
-        elem_bytes: Bytes per element.
-        sizes: For `reduce_scatter_list`, the elements of each rank.
-        arrangement: Observed arrangement, to use instead of the model's.
+    The order adds in chains, or is `tree`. An observed arrangement replaces the model. `sizes` are
+    the elements of each rank in a `reduce_scatter_list`.
     """
     found = []
     for start, stop, site in sites_of(kind, elems=elems, rank_count=rank_count, sizes=sizes):

@@ -30,9 +30,7 @@ class RankGone(ZeroSimError):
 class SideChannel:
     """A rank's side of the channel, for one program after another.
 
-    Args:
-        rank: Rank among all processes.
-        store: Store shared by all processes.
+    All processes share the store.
     """
 
     def __init__(self, *, rank: int, store: dist.Store) -> None:
@@ -50,12 +48,7 @@ class SideChannel:
         self._earlier: set[str] = set()
 
     def begin(self, number: int) -> None:
-        """Start a program.
-
-        Args:
-            number: Unique number, the same on all processes. It keeps messages of different
-                programs apart.
-        """
+        """Start a program. A unique number, the same on all processes, keeps messages apart."""
         # Each rank that starts this program has read all messages from before the last program.
         for key in self._earlier:
             # A store never forgets by itself, and a campaign has thousands of programs.
@@ -72,10 +65,10 @@ class SideChannel:
             self.on_sign()
 
     def exchange(self, what: Any, *, size: int, about: str = "") -> list[Any]:
-        """Send a value to all ranks, and receive their values.
+        """Send a JSON value to all ranks, and receive theirs.
 
         Args:
-            what: Value that can be written as JSON.
+            what: Value of this rank.
             size: Number of ranks that take part, including this rank.
             about: Name of the exchange, if a program has several.
 
@@ -96,21 +89,14 @@ class SideChannel:
         return [_said(each, rank=rank) for rank, each in enumerate(heard)]
 
     def tell(self, what: Any, *, about: str) -> None:
-        """Send a value to all ranks. They need not receive it.
+        """Send a JSON value to all ranks, under a name that is unique in the program.
 
-        Args:
-            what: Value that can be written as JSON.
-            about: Name of the message, unique in a program.
+        The ranks need not receive it.
         """
         self._tell({"says": what}, about=about)
 
     def hear(self, rank: int, *, about: str, seconds: float) -> Any:
-        """Receive a rank's message.
-
-        Args:
-            rank: Sender.
-            about: Name of the message.
-            seconds: Longest wait.
+        """Receive the message that a rank sent under a name.
 
         Raises:
             RankGone: The rank withdrew.
@@ -129,22 +115,14 @@ class SideChannel:
         return _said(heard, rank=rank)
 
     def has_told(self, rank: int, *, about: str) -> bool:
-        """Return True if a rank has sent or withdrawn a message.
-
-        Args:
-            rank: Sender.
-            about: Name of the message.
-        """
+        """Return True if a rank has sent or withdrawn the message of a name."""
         return self._store.check([f"{self._key(about)}/{rank}"])
 
     def withdraw(self, abouts: Sequence[str]) -> bool:
-        """Withdraw messages that this rank will not send, so that no rank waits for them.
-
-        Args:
-            abouts: Names of this program's messages. Messages already sent are skipped.
+        """Withdraw messages that this rank has not sent, so that no rank waits for them.
 
         Returns:
-            True if a message had not been sent.
+            True if there was any such message among the names.
         """
         left = [each for each in abouts if f"{self._key(each)}/{self.rank}" not in self._told]
         for about in left:

@@ -29,9 +29,6 @@ def interrupts_ask(stop: Stop) -> Iterator[None]:
     """Stop after the current case at the first signal that ends a command, at once at the second.
 
     Does nothing outside the main thread, because Python delivers signals only there.
-
-    Args:
-        stop: Set at the first signal.
     """
 
     def ask() -> None:

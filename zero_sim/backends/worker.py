@@ -39,12 +39,7 @@ _PENDING_MAX = 8
 
 
 def serve(connection: Connection, *, rank: int) -> None:
-    """Run jobs until the connection ends.
-
-    Args:
-        connection: Connection to the process that sends jobs, as JSON.
-        rank: Rank in the team.
-    """
+    """Run JSON jobs from a connection until it ends, as a rank of a team."""
     # One thread, because the thread count decides the bits of products. Read it back: torch applies
     # the process-wide count to a thread at its first computation, and reading counts as such.
     torch.set_num_threads(1)

@@ -31,11 +31,7 @@ class WorldPool:
         self.close()
 
     def world_for(self, scenario: Scenario) -> World:
-        """Return a world with a scenario's size and settings.
-
-        Args:
-            scenario: Case that will run in it. Only one case may run at a time.
-        """
+        """Return a world with a scenario's size and settings. Only one case may run at a time."""
         size = scenario.world.size
         world = self._worlds.pop(size, None)
         # A failed case may have closed its world.

@@ -52,9 +52,8 @@ class Coordinator:
     def attempt(self, action: Callable[[], T], *, what: str) -> T:
         """Run an action on this rank, and fail on every rank if it fails on any.
 
-        Args:
-            action: Must not communicate, because a failing rank would leave others waiting.
-            what: Description of the failure, for the message.
+        The action must not communicate, because a failing rank would leave others waiting. The
+        error message begins with `what`.
 
         Raises:
             CheckpointError: On every rank alike, with the error of each failed rank.
@@ -65,11 +64,7 @@ class Coordinator:
         return kept[0]
 
     def share(self, action: Callable[[], Any], *, what: str) -> list[Any]:
-        """Run an action like `attempt`. Return all ranks' records in rank order, on every rank.
-
-        Args:
-            action: Returns this rank's record; must not communicate.
-            what: Description of the failure, for the message.
+        """Run an action like `attempt`. Return all ranks' results in rank order, on every rank.
 
         Raises:
             CheckpointError: See `attempt`.
@@ -79,13 +74,10 @@ class Coordinator:
     def gather_and_decide(
         self, action: Callable[[], Any], decide: Callable[[list[Any]], Any], *, what: str
     ) -> Any:
-        """Run an action like `attempt`. Return rank 0's decision on all ranks' records.
+        """Run an action like `attempt`. Return rank 0's decision on all ranks' results.
 
-        Args:
-            action: Returns this rank's record. If it communicates, it must complete all of its
-                calls even if it fails.
-            decide: Called on rank 0 with the records in rank order, unless a rank failed.
-            what: Description of the failure, for the message.
+        If the action communicates, it must complete all of its calls even if it fails. `decide`
+        gets the results in rank order, unless a rank failed.
 
         Raises:
             CheckpointError: See `attempt`. Also if `decide` failed.
@@ -117,11 +109,7 @@ class Coordinator:
         return json.loads(_open(answer, what=what, error=error))
 
     def share_first(self, action: Callable[[], bytes], *, what: str) -> bytes:
-        """Return rank 0's bytes on every rank, and fail on every rank if rank 0 fails.
-
-        Args:
-            action: Called on rank 0.
-            what: Description of the failure, for the message.
+        """Return the bytes of rank 0's action on every rank, and fail on every rank if it fails.
 
         Raises:
             CheckpointError: On every rank alike.

@@ -52,10 +52,7 @@ def find_param_problems(
 ) -> list[str]:
     """Return all differences between a checkpoint's tensors and a run's.
 
-    Args:
-        manifest: Manifest of the checkpoint.
-        ddp: The run, for frozen params and buffers.
-        params: The run's trained params on all ranks.
+    `params` are the run's trained params on all ranks. `ddp` has the frozen params and buffers.
     """
     here = {param.name: (param.shape, param.dtype) for param in params}
     saved: Mapping[str, ParamRecord | ModuleRecord] = {p.name: p for p in manifest.params}
@@ -74,12 +71,7 @@ def find_param_problems(
 def find_span_problems(
     manifest: Manifest, spans: Mapping[tuple[str, str], Sequence[Span]]
 ) -> list[str]:
-    """Return the elements that a checkpoint does not contain exactly once.
-
-    Args:
-        manifest: Expected tensors.
-        spans: Spans in the files, by param and tensor.
-    """
+    """Return the elements that files with these spans do not contain exactly once."""
     expected: dict[str, dict[str, int]] = {}
     for param in manifest.params:
         names = [MASTER, *(name_state(s.key) for s in param.state if s.dtype is not None)]
@@ -195,12 +187,7 @@ def _describe_value(value: object) -> str:
 
 
 def find_setting_problems(manifest: Manifest, optimizer: DistributedOptimizer) -> Iterator[str]:
-    """Yield reasons why the optimizer cannot step with a checkpoint's param groups.
-
-    Args:
-        manifest: Manifest of the checkpoint.
-        optimizer: Optimizer of the saved class.
-    """
+    """Yield reasons why an optimizer of the saved class cannot step with the saved param groups."""
     inner = optimizer.inner
     own = inner.defaults | {k: v for g in inner.param_groups for k, v in read_settings(g).items()}
     names = set().union(*(read_settings(group) for group in inner.param_groups))

@@ -45,10 +45,6 @@ _RANK_FILE: Final = re.compile(r"rank-(\d{5,9})-of-(\d{5,9})\.safetensors", re.A
 def decode_manifest(data: bytes, *, where: str) -> Manifest:
     """Return the record in a manifest file.
 
-    Args:
-        data: Content of the file.
-        where: Path of the file, for messages.
-
     Raises:
         CheckpointError: If it is no manifest, has another version, was changed, or contains
             something that no save writes. The message names the field.

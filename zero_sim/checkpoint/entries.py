@@ -86,12 +86,7 @@ def build_header(entries: Sequence[Entry]) -> bytes:
 def list_entries(
     file: FileRecord, tensors: Mapping[tuple[str, str], tuple[tuple[int, ...], str]]
 ) -> list[Entry]:
-    """Return a file's entries, in file order. The file's name decides their shapes.
-
-    Args:
-        file: Record of a file with pieces.
-        tensors: Shape and dtype of all tensors, from `Manifest.describe_tensors`.
-    """
+    """Return a file's entries, in file order. The file's name decides their shapes."""
     # Rank files contain flattened spans, the other two files whole tensors.
     is_whole = file.name in (CONSOLIDATED_NAME, MODULE_NAME)
     entries = []

@@ -202,11 +202,7 @@ def _list_group_candidates(
 
 
 def _match_param_groups(candidates: Sequence[Sequence[Mapping[str, str]]]) -> dict[int, int]:
-    """Match each param group of this run with the checkpoint's group of the same params.
-
-    Args:
-        candidates: Each rank's result of `_list_group_candidates`.
-    """
+    """Match each param group of this run with the checkpoint's group of the same params."""
     # Use all ranks' params, because a rank without params in a group still needs its settings. This
     # also refuses a group that mixes two saved groups in every layout alike.
     matched: dict[int, int] = {}

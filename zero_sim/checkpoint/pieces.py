@@ -29,11 +29,9 @@ class Part:
 def find_cover_problems(
     numels: Mapping[str, int], spans: Mapping[str, Sequence[Span]]
 ) -> list[str]:
-    """Return the elements that spans do not contain exactly once.
+    """Return the elements of params that spans do not contain exactly once.
 
-    Args:
-        numels: Element count of each param.
-        spans: Spans of each param, in any order. Empty spans are ignored.
+    The spans may have any order. Empty spans are ignored.
     """
     problems = [f"{name!r} is not a param" for name in sorted(spans.keys() - numels.keys())]
     for name, numel in numels.items():
@@ -61,10 +59,6 @@ def assign_writers(
 ) -> list[list[int]]:
     """Choose the lowest rank that owns a piece as its writer.
 
-    Args:
-        numels: Element count of each param.
-        owned: Pieces of each rank.
-
     Returns:
         For each rank, the indices of pieces it writes.
 
@@ -91,11 +85,7 @@ def assign_writers(
 
 
 class PieceIndex:
-    """Pieces of a tensor, sorted for search by span.
-
-    Args:
-        spans: Disjoint spans, in any order.
-    """
+    """Pieces of a tensor, as disjoint spans, sorted for search."""
 
     def __init__(self, spans: Iterable[Span]) -> None:
         pieces = ((span, index) for index, span in enumerate(spans) if not span.empty)

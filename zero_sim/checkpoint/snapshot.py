@@ -88,10 +88,7 @@ def take_snapshot(
 ) -> Snapshot:
     """Collect this rank's state.
 
-    Args:
-        ddp: Wrapper of the params.
-        optimizer: Owner of their masters and state.
-        copy: True to copy all tensors to the CPU; False to use the engine's own memory.
+    With `copy`, all tensors are copied to the CPU. Otherwise they share the engine's memory.
 
     Raises:
         CheckpointError: If optimizer state cannot be split into spans, or only some ranks hold an
@@ -145,11 +142,7 @@ def list_part_params(ddp: DistributedDataParallel) -> list[dict[str, Any]]:
 def merge_params(
     first: Sequence[ParamRecord], parts: Sequence[Sequence[dict[str, Any]]]
 ) -> tuple[ParamRecord, ...]:
-    """Return the params of all ranks: rank 0's, then the others in rank order.
-
-    Args:
-        first: Rank 0's params.
-        parts: Each rank's result of `list_part_params`.
+    """Return rank 0's params, then those in the other ranks' `list_part_params`, in rank order.
 
     Raises:
         CheckpointError: If two groups of ranks have params with the same name.
@@ -219,11 +212,7 @@ def iterate_module_tensors(
 def merge_reports(
     params: Sequence[ParamRecord], reports: Sequence[dict[str, Any]]
 ) -> tuple[list[list[int]], list[ParamRecord], list[dict[str, Any]]]:
-    """Combine all ranks' reports.
-
-    Args:
-        params: Rank 0's params.
-        reports: Reports of all ranks.
+    """Combine rank 0's params with the reports of all ranks.
 
     Returns:
         Indices of the pieces that each rank writes; params with groups and state; and groups.

@@ -29,12 +29,7 @@ from zero_sim.layout import Span
 
 
 class TensorFileWriter:
-    """A file in progress. Call `write` for its tensors in the order of `entries`.
-
-    Args:
-        path: A new file.
-        entries: Its tensors, in any order.
-    """
+    """A new file in progress. Call `write` for its tensors in the order of `entries`."""
 
     entries: tuple[Entry, ...]
     """File order: wide dtypes first, so that each tensor starts at a multiple of its itemsize."""
@@ -157,12 +152,7 @@ _index_pieces = lru_cache(maxsize=1)(_FileIndex)
 
 
 class TensorFileReader:
-    """Reader of tensor spans from all files of a checkpoint.
-
-    Args:
-        folder: The checkpoint.
-        manifest: Its manifest.
-    """
+    """Reader of tensor spans from all files of a checkpoint."""
 
     def __init__(self, folder: Path, *, manifest: Manifest) -> None:
         self._folder = folder
@@ -219,10 +209,6 @@ class _OpenFile:
 
     The file is not trusted. The manifest gives the positions of tensors, and a file with another
     header is refused without parsing it.
-
-    Args:
-        path: The file.
-        layout: Expected layout.
 
     Raises:
         OSError, ValueError: If it cannot be read.

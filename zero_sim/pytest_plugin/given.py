@@ -59,9 +59,7 @@ def on_all_ranks(
 ) -> Iterator[None]:
     """Make Hypothesis pass each example to all ranks instead of to the test function.
 
-    Args:
-        item: The test.
-        run: Runs a function on all ranks, with the drawn arguments by name.
+    `run` runs a function on all ranks, with the drawn arguments by name.
     """
     from hypothesis.control import _current_build_context
     from hypothesis.strategies import DataObject

@@ -255,11 +255,7 @@ class OnRank:
             self._not_collected.append(report.longreprtext)
 
     def outcome(self, printed: str) -> dict[str, Any]:
-        """Return the test's outcome on this rank; see [Note: outcome of a rank].
-
-        Args:
-            printed: Output of the session.
-        """
+        """Return the test's outcome on this rank; see [Note: outcome of a rank]."""
         ends = [_end_of(phase) for phase in self._phases if phase.before != "passed"]
         # In any phase, a failure outweighs an expected failure, and both outweigh a skip.
         for kind in ("failed", "xfailed", "skipped"):

@@ -37,11 +37,7 @@ SKIPS = (pytest.skip.Exception, unittest.SkipTest)
 
 
 def program_of(item: pytest.Function, wanted: Wanted) -> Callable[[int], None]:
-    """Return a test as a function of the rank.
-
-    Args:
-        item: The test, after its fixtures are set up.
-        wanted: Settings of its mark.
+    """Return a test, after its fixtures are set up, as a function of the rank.
 
     Raises:
         Refused: If an argument contradicts the mark. The returned function raises it, too, if the
@@ -231,13 +227,7 @@ def _held_exits() -> Iterator[list[ProcessEnded]]:
 
 
 def check_all_ran(wanted: Wanted, *, skips: Mapping[int, str], ended: set[int]) -> None:
-    """Fail a test that some ranks skipped or did not finish.
-
-    Args:
-        wanted: Settings of the mark.
-        skips: Reasons of skips, by rank.
-        ended: Ranks that finished the test.
-    """
+    """Fail a test that some ranks skipped or did not finish."""
     if skips:
         others = ", ".join(map(str, sorted(ended)))
         lines = [*_skip_lines(skips), f"not skipped on: {others}"]
