@@ -105,7 +105,7 @@ def read_regular(path: Path, *, bytes_max: int, follow: bool = True) -> bytes:
     """
     try:
         with open_regular(path, follow=follow) as file:
-            # One byte more than allowed shows that the file is too large, whatever size it reports.
+            # One byte over the limit shows a file that is too large, whatever size it reports.
             data = file.read(bytes_max + 1)
     except OSError as error:
         raise Unreadable(error.strerror or type(error).__name__) from None

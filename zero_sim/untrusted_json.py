@@ -65,7 +65,7 @@ def parse(data: bytes, *, where: str, least: int = -(2**63)) -> Any:
 
 
 def check_integers(value: object, *, where: str, least: int = -(2**63)) -> None:
-    """Check that every integer in parsed JSON has 64 bits and is not below the least.
+    """Check the range of every integer in parsed JSON: 64 bits, and at least `least`.
 
     Raises:
         InvalidField: An integer is out of range.
@@ -86,7 +86,7 @@ def check_integers(value: object, *, where: str, least: int = -(2**63)) -> None:
 
 
 def build_record(cls: type[T], value: object, *, where: str) -> T:
-    """Return the record that parsed JSON describes, without converting any value.
+    """Build a record from parsed JSON, without converting any value.
 
     Args:
         cls: Dataclass, NamedTuple, or the type of one of their fields.

@@ -60,7 +60,7 @@ class Account:
     differ_count: int
     elems: int
     spans: tuple[tuple[int, int], ...]
-    """Half-open spans of flat elements that differ."""
+    """Half-open spans of differing flat elements."""
     element: int
     """Flat index of the worst element."""
     expected: float
@@ -71,7 +71,7 @@ class Account:
     """True if ranks did not reduce this param's gradient, although its mean over ranks is right."""
     feeds: tuple[Feed, ...]
     beside: tuple[str, ...]
-    """Other tensors that differ at the same point."""
+    """Other differing tensors at the same point."""
     later_count: int
     picture: BufferMap
 
@@ -198,7 +198,7 @@ def _is_unreduced(measurement: Measurement, point: Point) -> bool:
     name = point.name.partition(":")[0]
     return any(
         each.name == name
-        # A forward uses the params that the last step computed from the gradients.
+        # A forward uses params that the last step computed from gradients.
         and each.step == point.step - (point.moment == "forward")
         and measured.reduced_relative is not None
         and measured.reduced_relative <= _SAME < measured.relative
@@ -207,7 +207,7 @@ def _is_unreduced(measurement: Measurement, point: Point) -> bool:
 
 
 class _Probe(Sink):
-    """Search for the collective that wrote a tensor, at the moment of its observation."""
+    """Search for the source of a tensor among collectives, when the tensor is observed."""
 
     def __init__(self, point: Point) -> None:
         self.feeds: dict[int, Feed] = {}

@@ -133,5 +133,5 @@ def read_script_bundle(path: Path) -> ScriptBundle:
             raise InvalidField(f"version: expected {VERSION}, got {version!r}. Upgrade zero_sim")
         return build_record(ScriptBundle, table, where=HEAD_FILE)
     except (InvalidField, OSError) as unfit:
-        # Show no control characters of a file that may be hostile.
+        # Show no control characters, because the file may be hostile.
         raise BundleError(printable(f"{path}: {unfit}.")) from None

@@ -52,9 +52,9 @@ class RankCapture:
     Args:
         sink: Receives the observations.
         rows: Receives the rows of outermost forwards, and may replace them.
-        replicas: Compares tensors that several ranks have.
+        replicas: Compares tensors of several ranks.
         steps: Optimizer steps of the earlier run that this one resumes.
-        start: Values that params get before their first forward, by name.
+        start: Values for params before their first forward, by name.
         known: Digests of the expected run's initial params, by name.
     """
 
@@ -137,7 +137,7 @@ class RankCapture:
 
     def _count_own_step(self) -> None:
         """Count a step of the script's own optimizer, if params changed since the last forward."""
-        # A few small params suffice, because an optimizer changes all params that it trains.
+        # A few small params suffice, because an optimizer changes all its params.
         now = {name: _local(param).clone() for name, param in self.names.smallest()}
         before, self._watched = self._watched, now
         if before is None or before.keys() != now.keys():
@@ -300,7 +300,7 @@ class _Start:
         self._left = dict(values)
 
     def apply(self, names: _Names) -> None:
-        """Give start values to params that were named since the last call."""
+        """Give start values to params named since the last call."""
         met = list(names.params()) if self._left else []
         # Shards as well, because unsharded params are gathered from them again.
         for name, param in (*met, *names.shards()):
@@ -343,7 +343,7 @@ class _Names:
         if id(module) in self._modules:
             return
         self.roots.append(module)
-        # No prefix for the first module, so that names are those of the script's own model.
+        # No prefix for the first module, so its names are those in the script's own model.
         prefix = "" if len(self.roots) == 1 else f"module {len(self.roots)}: "
         others = self._other_prefixes(module, prefix)
         self.is_renumbered |= bool(others)
@@ -417,7 +417,7 @@ class _Names:
         yield from self.others.items()
 
     def smallest(self) -> list[tuple[str, Tensor]]:
-        """Return the smallest trained params that have memory. They are cheap to compare."""
+        """Return the smallest trained params with memory. They are cheap to compare."""
         trained = [
             (name, param)
             for name, param in self.params()

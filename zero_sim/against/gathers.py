@@ -25,7 +25,7 @@ from zero_sim.sim.dispatch import has_own_dispatch
 from zero_sim.sim.log import CollectiveRecord
 
 PADDING_MAX = 512
-"""Number of padding elements that is always allowed at the end of a gather's result."""
+"""Padding elements that are always allowed at the end of a gather's result."""
 _KINDS = frozenset({"all_gather", "all_gather_list"})
 
 
@@ -47,7 +47,7 @@ class GatherLog:
 
     def __init__(self) -> None:
         self.places: dict[str, dict[int, tuple[Stretch, ...]]] = defaultdict(dict)
-        """Stretches by rank, for each param that belongs to no module."""
+        """Stretches by rank, for each param without a module."""
         self._counts: dict[tuple[int, int], int] = defaultdict(int)
         self._found: dict[tuple[int, int, str], list[Stretch]] = defaultdict(list)
 
@@ -59,7 +59,7 @@ class GatherLog:
         step: int,
         params: Mapping[str, Tensor],
     ) -> None:
-        """Search a gather's contribution for values of optimizer params that have no module.
+        """Search a gather's contribution for values of optimizer params without a module.
 
         It must be called before data moves. `step` counts the rank's optimizer steps so far.
         """

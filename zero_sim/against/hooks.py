@@ -28,7 +28,7 @@ from zero_sim.sim.callsite import call_site
 
 @contextlib.contextmanager
 def hooks_installed(*, observes_all: bool = True) -> Iterator[None]:
-    """Install hooks that call the running thread's capture.
+    """Install hooks to call the running thread's capture.
 
     Args:
         observes_all: False to observe only forwards and optimizer steps. Then no function is

@@ -101,7 +101,7 @@ def note(tensor: Tensor, dtype: torch.dtype) -> None:
 
 
 def native(tensor: Tensor) -> torch.dtype:
-    """Return the dtype that a tensor would have without this module."""
+    """Return a tensor's dtype as it would be without this module."""
     dtype = _stored_dtype(tensor)
     # Subclasses such as DTensor report the dtype of their inner tensor, which is native already.
     if dtype in _WIDE and not has_own_dispatch(type(tensor)) and tensor.device.type != "meta":
@@ -443,7 +443,7 @@ def _autocast_patches() -> Iterator[tuple[Any, str, Any]]:
             init(self, device_type, dtype=dtype, enabled=enabled, **rest)
             return
         init(self, device_type, dtype=dtype, enabled=False, **rest)
-        # `_promoted` gives results the dtype that autocast would choose.
+        # `_promoted` gives results autocast's dtype.
         self._native_dtype = self.fast_dtype if enabled else None
 
     def enter_noted(self: Any) -> Any:

@@ -41,7 +41,7 @@ class PrecisionReport:
     false_runs: int = 0
     """Noisy runs that cause a warning when the others judge them."""
     false_points: int = 0
-    """Tensors of noisy runs that cause a warning when the others judge them."""
+    """Tensors in noisy runs that cause a warning then."""
 
     @property
     def text(self) -> str:
@@ -89,7 +89,7 @@ def measure_precision(
         )
 
     def relative(side: Side, **options: Any) -> tuple[dict[Point, float], ScriptRun]:
-        """Return the relative difference of each tensor that can prove a fault."""
+        """Return relative differences by point, without `LOCALISING` moments."""
         # Only distances matter, so keep no tensor.
         measurement = Measurement(baseline, keep_above=float("inf"))
         observed = observe(side, Way(sink=measurement, is_native=True, **options), seed=seed)

@@ -35,7 +35,7 @@ from zero_sim.sim.call import Call
 from zero_sim.sim.log import CollectiveRecord
 
 COPY_LIMIT_BYTES = 2 << 30
-# Initial value of memory that the script has not filled.
+# Initial value of memory before the script fills it.
 FILL = 1 / 8
 COLLECTED_ELEMS = 1 << 20
 """Param elements on all ranks above which a run's model is freed at once."""
@@ -68,7 +68,7 @@ class Side:
         return self.started or self.settings.world_size
 
     def as_tried(self, other: Side) -> Side:
-        """Return this side with the settings that the other side needed to run."""
+        """Return this side with the settings under which the other side ran."""
         tried = other.settings
         settings = replace(
             self.settings,
@@ -102,7 +102,7 @@ class Observed:
     saved_at: int = -1
     """Optimizer steps before the last saved checkpoint; -1 if none was saved."""
     started: tuple[Mapping[str, str], ...] = ()
-    """Digests of params that were replaced at the start, by rank."""
+    """Digests of params replaced at the start, by rank."""
     gathers: GatherLog = field(default_factory=GatherLog)
     replicas: ReplicaCheck
     integers: IntegerSums = field(default_factory=IntegerSums)
@@ -139,7 +139,7 @@ class Way:
     """True to split each dealt batch among ranks."""
     keeps_rows: bool = False
     start: Mapping[str, Tensor] | None = None
-    """Values that params get before their first forward, by name; None to keep the script's."""
+    """Values for params before their first forward, by name; None to keep the script's."""
     known: Mapping[str, str] = field(default_factory=dict)
     """Digests of the expected run's initial params, by name."""
     called: Callable[[CollectiveRecord, Call], None] | None = None
@@ -152,7 +152,7 @@ class _Observer:
     Args:
         way: Options of the observation.
         steps: Optimizer steps of the earlier run that this one resumes.
-        replicas: Comparison of tensors that several ranks have.
+        replicas: Comparison of tensors between ranks.
     """
 
     needs_all_ranks = True
@@ -236,7 +236,7 @@ class _Observer:
 def observe(side: Side, way: Way, *, seed: int) -> Observed:
     """Run a script once in a copy of the working folder.
 
-    The seed is for the schedule, and for random numbers that the script does not seed.
+    The seed is for the schedule, and for random numbers without a seed in the script.
 
     Raises:
         UsageError: The script does not exist, or the folder is too large to copy.
@@ -317,7 +317,7 @@ def _uncompiled(model: object = None, **options: object) -> object:
 @contextlib.contextmanager
 def _in_copy(side: Side) -> Iterator[str]:
     """Change to a copy of the working folder, and yield the script's path in it."""
-    # First, so that an error contains the name that the user gave.
+    # First, so that errors contain the name as the user gave it.
     read_script(side.name, is_module=side.is_module, arguments=side.arguments)
     # Add up sizes first, because a copy of a large folder would fill the disk before it fails.
     folder, total = Path.cwd(), 0

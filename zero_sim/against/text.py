@@ -26,7 +26,7 @@ class Reported:
     verdict: AgainstVerdict
     account: Account | None
     command: str
-    """Command that repeats the judgement."""
+    """Command to repeat the judgement."""
     seconds: float
     bundle: str | None = None
     """Bundle id; None if no bundle was written."""
@@ -108,7 +108,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _fed(feeds: Sequence[Feed]) -> list[str]:
-    """Return one line per call that fed the tensor, with the ranks it fed."""
+    """Return one line per feeding call, with the ranks it fed."""
     ranks: dict[str, list[int]] = {}
     for feed in feeds:
         # Equal to 1 within the accuracy of the search.

@@ -51,9 +51,9 @@ def prepare(side: Side, *, seed: int, keeps_rows: bool = False, by_rank: bool = 
     """Run the expected side, and measure how much rounding changes its tensors.
 
     Args:
-        side: Side that is assumed to be right, such as one rank.
-        seed: Seed of schedules, and of random numbers that the script does not seed.
-        keeps_rows: True to keep the rows that it reads, so that they can be dealt to other sides.
+        side: Side assumed to be right, such as one rank.
+        seed: Seed of schedules, and of random numbers without a seed in the script.
+        keeps_rows: True to keep its rows, so that they can be dealt to other sides.
         by_rank: True if each rank has the same parts of tensors on all sides.
     """
 
@@ -94,9 +94,9 @@ def judge(
     """Run another side, and compare it with the prepared side.
 
     Args:
-        prepared: Side that is assumed to be right.
+        prepared: Side assumed to be right.
         side: Side to judge.
-        feeds: True to deal the rows that the prepared side's rank 0 read.
+        feeds: True to deal the rows of the prepared side's rank 0.
         starts_alike: True to start with the prepared side's param values.
         all_read_all: True if each rank should read all rows, as with tensor parallelism.
     """
@@ -367,7 +367,7 @@ def _by_starts(
     drawn: list[Point] = []
     for point in starts:
         expected, whole = measurement.compared(point)
-        # Ranks that differ lack a broadcast. This is a real difference, not another draw.
+        # If ranks differ, a broadcast is missing. This is a real difference, not another draw.
         if not measurement.is_alike(point):
             continue
         if any(is_changed_draw(expected, each) for each in whole.candidates.values()):

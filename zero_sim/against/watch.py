@@ -1,4 +1,4 @@
-"""Observation of any script run: equality of replicas, and rows that ranks read."""
+"""Observation of any script run: equality of replicas, and the ranks' rows."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from zero_sim.against.noise import Noise
 from zero_sim.against.points import tensors_in
 from zero_sim.sim.dispatch import has_own_dispatch, is_fake, pop_mode, push_mode
 
-# Factories that can create float64 directly, because they draw no random numbers.
+# Factories without random draws, so they can create float64 directly.
 _FACTORIES_WITHOUT_DRAWS = frozenset(
     {
         "empty", "zeros", "ones", "full", "empty_strided", "arange", "linspace", "eye",
@@ -105,7 +105,7 @@ class WideOperations(RankMode):
 
     Args:
         noise_seed: Seed of rounding noise; None for no noise.
-        fill: Value for memory that the script has not filled. Such memory is often zero by chance.
+        fill: Value for memory before the script fills it. Such memory is often zero by chance.
             If the script reads it, runs with different fills differ.
         counts: Returns True during the script's forwards and backwards. Other operations depend on
             torch's caches, so they are not counted.
@@ -246,7 +246,7 @@ def _is_meta(device: Any) -> bool:
 
 
 def _made(func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a factory so that it draws the numbers that the script's own dtype would get."""
+    """Run a factory so that it draws the same numbers as in the script's own dtype."""
     dtype = kwargs.get("dtype")
     if plan.name in _FACTORIES_WITHOUT_DRAWS and dtype in WIDE:
         result = func(*args, **{**kwargs, "dtype": WIDE[dtype]})

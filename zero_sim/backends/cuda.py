@@ -29,7 +29,7 @@ class Cuda:
         return dist.is_nccl_available()
 
     def device_count(self) -> int:
-        """Return the number of GPUs that this process may use."""
+        """Return the number of GPUs for this process."""
         return torch.cuda.device_count()
 
     def version(self) -> tuple[int, ...]:

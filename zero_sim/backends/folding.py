@@ -33,7 +33,7 @@ _REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_list")
 
 
 def folding_backend(transport: str, order: str, *, seed: int = 0) -> str:
-    """Return a backend for `init_process_group` that adds in a named order.
+    """Return a backend for `init_process_group` with a named order of addition.
 
     It is registered with torch once per process.
 
@@ -104,7 +104,7 @@ class _DoneWork(dist.Work):
         return True
 
     def get_future(self) -> torch.futures.Future:
-        # With devices, so that callbacks run on streams that see the written data.
+        # With devices, because callbacks must run on streams that see the written data.
         devices = {tensor.device for tensor in self._tensors if tensor.device.type != "cpu"}
         future: torch.futures.Future = torch.futures.Future(
             devices=sorted(devices, key=str) or None

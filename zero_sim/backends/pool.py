@@ -240,7 +240,7 @@ def share_out(
 
 
 def _start() -> tuple[Executor, Future[int]]:
-    """Start a process that signals to the process group do not reach. Return it with its id."""
+    """Start a process out of reach of signals to the process group. Return it with its id."""
     # By spawn, because forking a process with threads and torch would hang.
     executor = ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn"), initializer=_begin

@@ -19,7 +19,7 @@ _SET_UP_SECONDS = 300.0
 
 
 class RealRank:
-    """This process as a rank that runs one program after another.
+    """This process as a rank, for one program after another.
 
     Args:
         backend: `gloo` or `nccl`.
@@ -47,7 +47,7 @@ class RealRank:
         self._set_up_by = 0.0
         """Deadline for connecting."""
         self.memory: dict[Any, Any] = {}
-        """Results that later programs reuse, equal on all processes."""
+        """Results for later programs, equal on all processes."""
         self.is_spoilt = False
         """True if this process may be unusable for another program."""
 

@@ -69,7 +69,7 @@ class SideChannel:
 
         Args:
             what: Value of this rank.
-            size: Number of ranks that take part, including this rank.
+            size: Number of ranks taking part, including this rank.
             about: Name of the exchange, if a program has several.
 
         Returns:

@@ -30,7 +30,7 @@ def is_launched() -> bool:
 
 
 def place() -> tuple[int, int]:
-    """Return the rank and world size that the launcher set."""
+    """Return the launcher's rank and world size."""
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 

@@ -76,7 +76,7 @@ def serve(connection: Connection, *, rank: int) -> None:
             time.sleep(_TICK_SECONDS)
             if real_rank is not None and real_rank.is_setting_up:
                 answer({"op": "alive"})
-            # A rank that waits for a message gives no other sign of life, but does not hang.
+            # While a rank waits for a message, it gives no other sign of life. It does not hang.
             elif real_rank is not None and real_rank.channel.is_listening:
                 answer({"op": "listening"})
 

@@ -8,10 +8,10 @@
 - Scenario files are collected from the command line and from the ini option `zero_sim_scenarios`.
   Each case is a test.
 - `--zero-sim-backend gloo` runs tests and scenarios on real processes instead.
-- `--zero-sim-spawn` turns processes that a test starts into simulated ranks.
+- `--zero-sim-spawn` turns a test's own processes into simulated ranks.
 - A failing scenario leaves a bundle in `--zero-sim-bundles`. The failure shows the commands that
   run the case and replay the bundle. JUnit files and xdist carry them as properties `zero_sim.*`.
-- The summary counts scenarios and conformance tests that passed by params only.
+- The summary counts scenarios and conformance tests with passes by params only.
 
 torch is imported only if a test needs it. The fixture `simulated_world` opens a plain `World` of a
 given size.
@@ -147,7 +147,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def rank(request: pytest.FixtureRequest) -> int:
-    """Rank that runs the test."""
+    """Rank on which the test runs."""
     _wanted(request, "rank")
     # `program_of` passes the real rank when it calls the test.
     return _EveryRank(-1)
@@ -155,7 +155,7 @@ def rank(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def world_size(request: pytest.FixtureRequest) -> int:
-    """Number of ranks that run the test."""
+    """Number of ranks in the test's world."""
     return _wanted(request, MARK).size
 
 
@@ -193,7 +193,7 @@ def pytest_fixture_setup(
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Run processes that the test or its fixtures start as ranks, under `--zero-sim-spawn`."""
+    """Run processes of the test and its fixtures as ranks, under `--zero-sim-spawn`."""
     with processes_as_ranks(item.config):
         return (yield)
 

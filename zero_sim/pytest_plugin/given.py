@@ -21,7 +21,7 @@ def is_given(item: pytest.Item) -> bool:
 
 
 def allow_rank_fixtures(item: pytest.Item) -> None:
-    """Turn off Hypothesis's deadline, and health checks that do not apply to a test on ranks.
+    """Turn off Hypothesis's deadline and health checks if they do not suit a test on ranks.
 
     One check refuses fixtures that are not set up again for each example. `rank` and `world_size`
     need no set-up, so they are allowed; other fixtures are still checked. The deadline assumes one

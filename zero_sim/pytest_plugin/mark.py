@@ -17,7 +17,7 @@ from zero_sim.host.arguments import WORLD_SETTINGS, check_kind, is_of_kind, unru
 MARK = "world_size"
 WANTED: pytest.StashKey[Wanted] = pytest.StashKey()
 _HINT = f"Try @pytest.mark.{MARK}(4)."
-# Keywords that users try for the number of ranks. The error then shows the right form.
+# Wrong keywords for the number of ranks. The error for them shows the right form.
 _SIZE_WORDS = ("size", "world_size", "n", "ranks", "nprocs", "num_ranks")
 
 
@@ -118,7 +118,7 @@ def parametrize_sizes(metafunc: pytest.Metafunc) -> None:
     # A wrong mark is refused during setup, where the error shows its line.
     if len(sizes) < 2 or not are_sizes(sizes):
         return
-    # pytest only parametrizes fixtures that the test uses.
+    # pytest only parametrizes fixtures in use.
     if MARK not in metafunc.fixturenames:
         metafunc.fixturenames.append(MARK)
     metafunc.parametrize(MARK, sizes, ids=[f"{size}-ranks" for size in sizes], indirect=True)
@@ -139,7 +139,7 @@ def _show(mark: pytest.Mark) -> str:
 
 
 def _check_kind(item: pytest.Item) -> None:
-    """Refuse a test that would not run as a plain function on every rank."""
+    """Refuse a test unless it runs as a plain function on every rank."""
     if not isinstance(item, pytest.Function):
         raise Refused(
             item,

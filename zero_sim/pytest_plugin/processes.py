@@ -250,7 +250,7 @@ class OnRank:
         return report
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep the error of a file that cannot be collected."""
+        """Keep the error of a failed collection."""
         if report.failed:
             self._not_collected.append(report.longreprtext)
 
@@ -269,7 +269,7 @@ class OnRank:
         return {"outcome": "failed", "text": text, "crash": "the worker did not run it"}
 
     def _output(self) -> dict[str, str]:
-        """Return the last characters that the test printed, by stream."""
+        """Return the end of the test's output, by stream."""
         streams = {"stdout": "capstdout", "stderr": "capstderr"}
         reports = [phase.report for phase in self._phases if phase.report.when == "call"]
         printed = {name: getattr(reports[0], of, "") for name, of in streams.items() if reports}

@@ -31,7 +31,7 @@ class ProcessEnded(BaseException):
     __module__ = "builtins"
 
 
-# Fixtures that replace sys.stdout. A prefix would change the text that the test reads.
+# Fixtures that replace sys.stdout. A prefix would change the text for the test.
 _CAPTURES = {"capsys", "capfd", "capsysbinary", "capfdbinary"}
 SKIPS = (pytest.skip.Exception, unittest.SkipTest)
 
@@ -59,7 +59,7 @@ def _program(
 ) -> Callable[[int], None]:
     def program(rank: int) -> None:
         __tracebackhide__ = True
-        # A function that does not name `rank` takes no such argument.
+        # Only if the function has this parameter.
         own = {"rank": rank} if "rank" in arguments else {}
         _check_returned(item, function(**{**arguments, **own}))
 
@@ -227,7 +227,7 @@ def _held_exits() -> Iterator[list[ProcessEnded]]:
 
 
 def check_all_ran(wanted: Wanted, *, skips: Mapping[int, str], ended: set[int]) -> None:
-    """Fail a test that some ranks skipped or did not finish."""
+    """Fail a test if some ranks skipped it or did not finish."""
     if skips:
         others = ", ".join(map(str, sorted(ended)))
         lines = [*_skip_lines(skips), f"not skipped on: {others}"]

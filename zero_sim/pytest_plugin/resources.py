@@ -94,7 +94,7 @@ class SessionResources:
         Raises:
             OSError: If the bundle cannot be written.
         """
-        # Without findings there is nothing that a replay could reproduce.
+        # Without findings, a replay has nothing to reproduce.
         if result.verdict != "fail" or not result.findings:
             return ""
         from zero_sim.bundle import Ran, write_bundle

@@ -1,4 +1,4 @@
-"""`--zero-sim-spawn`: processes that a test starts run as ranks in pytest's process.
+"""`--zero-sim-spawn`: a test's own processes run as ranks in pytest's process.
 
 Suites that use `torch.multiprocessing.spawn` or torch's `MultiProcessTestCase` run unchanged.
 """
@@ -101,7 +101,7 @@ def check_options(config: pytest.Config) -> None:
 
 
 def processes_as_ranks(config: pytest.Config) -> AbstractContextManager[None]:
-    """Run processes that a test starts as ranks, under `--zero-sim-spawn`."""
+    """Run a test's own processes as ranks, under `--zero-sim-spawn`."""
     if not config.getoption("zero_sim_spawn"):
         return contextlib.nullcontext()
     return _as_ranks(config)
@@ -186,7 +186,7 @@ def _run(processes: Sequence[RankPopen], config: pytest.Config, names: Sequence[
     except UsageError as error:
         pytest.fail(f"expected options that fit the ranks of this test: {error}", pytrace=False)
     except RankFailed as failed:
-        # As a process would. The test that started it sees only an exit code.
+        # As a process would. The test itself only gets an exit code.
         sys.stderr.write(f"rank {failed.rank}:\n{failed.traceback_text}")
         raise
     finally:
