@@ -23,9 +23,9 @@ from zero_sim.sim.call import IN_PLACE, Call
 from zero_sim.sim.log import CollectiveRecord
 
 SEARCHED_ELEMS = 16
-"""Number of consecutive elements to look for in results of collectives."""
+"""Consecutive elements to look for in collectives' results."""
 KEPT_CALLS = 512
-"""Number of latest calls per rank in which to look for a tensor."""
+"""Latest calls per rank in which to look for a tensor."""
 # Largest relative difference at which two float64 values count as equal. Rounding within a step
 # stays below 1e-12, and unrelated tensors do not agree in 16 elements by chance.
 _SAME = 1e-9
@@ -43,7 +43,7 @@ class Feed:
     call: str
     """Description of the call with the script's line; empty if no call of the rank wrote it."""
     start: int = 0
-    """Position of the tensor's first element in the result."""
+    """Start of the tensor in the result, in elements."""
     factor: float = 1.0
     """Tensor divided by result."""
 
@@ -62,7 +62,7 @@ class Account:
     spans: tuple[tuple[int, int], ...]
     """Half-open spans of differing flat elements."""
     element: int
-    """Flat index of the worst element."""
+    """Worst element, as a flat index."""
     expected: float
     got: float
     manners: tuple[str, ...]
@@ -180,7 +180,7 @@ def _factor(wrong: Tensor, right: Tensor) -> str | None:
     middle = float(ratios.median())
     if not bool(((ratios - middle).abs() <= _SAME * abs(middle)).all()):
         return None
-    # Factors such as 2, 1/4 or 3/2 point to a world size or a number of micro-batches.
+    # Factors such as 2, 1/4 or 3/2 point to a world size or micro-batch count.
     simple = Fraction(middle).limit_denominator(_DENOMINATOR_MAX)
     is_simple = abs(float(simple) - middle) <= _SAME * abs(middle)
     if wrong.numel() < 2 and not (is_simple and 1 in (simple.numerator, simple.denominator)):

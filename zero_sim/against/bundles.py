@@ -26,7 +26,7 @@ CODE_FOLDER = "code"
 FORMAT = "zero_sim script bundle"
 VERSION = 1
 CODE_BYTES_MAX = 16 << 20
-"""Size limit of all copied Python files."""
+"""Size limit for all copied Python files."""
 # A valid head is a few KiB. Read no more, because anybody may have written the file.
 _HEAD_BYTES_MAX = 1 << 20
 _ID_CHARS = 12
@@ -122,7 +122,7 @@ def read_script_bundle(path: Path) -> ScriptBundle:
     """Read the bundle in a folder.
 
     Raises:
-        BundleError: The folder contains no script bundle, or one of another version.
+        BundleError: The folder contains no script bundle, or an unsupported version.
     """
     try:
         data = (path / HEAD_FILE).read_bytes()[:_HEAD_BYTES_MAX]

@@ -240,7 +240,7 @@ class RankCapture:
             return  # The names in it are this rank's own.
         key = (moment, *site)
         self._files[key] += 1
-        # Line and count are the same on any number of ranks.
+        # Line and count do not depend on the world size.
         label = f"checkpoint of line {site[1]}, #{self._files[key]}"
         for path, tensor in _leaves(content):
             self._observe(moment, f"{label}: {path}", tensor)
@@ -461,7 +461,7 @@ def _used(module: Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def piece_of(tensor: Any) -> Piece:
-    """Return the calling rank's part of a tensor, as a view if possible."""
+    """Return the calling rank's piece, as a view if possible."""
     dtype = dtype_name(native(tensor))
     shape = tuple(tensor.shape)
     placements = getattr(tensor, "placements", None)

@@ -29,7 +29,7 @@ class FlatPlace:
     count: int
 
     def placed(self, piece: Piece) -> Piece:
-        """Add the place to a piece of the param, its gradient or its state."""
+        """Add the place to a piece that belongs to the param, its gradient or its state."""
         # The flat param and its views are unsharded while a forward or backward runs.
         is_sharded = self.flat.numel() == self.flat._sharded_size.numel()
         if piece.values.dim() != 1 or not is_sharded:

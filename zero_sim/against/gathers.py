@@ -6,7 +6,7 @@ places.
 
 [Note: the same gather on both sides]
 The k-th gather of a step gathers the same buffer on any number of ranks. So k and the position in
-the result identify an element. Padding at the end depends on the number of ranks, so it is not
+the result identify an element. Padding at the end depends on the world size, so it is not
 compared.
 """
 
@@ -31,14 +31,14 @@ _KINDS = frozenset({"all_gather", "all_gather_list"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """Consecutive elements of a rank's tensor within a gather's result."""
+    """A stretch of consecutive elements in a rank's tensor and in a gather's result."""
 
     gather: int
     """Index among the rank's gathers in a step."""
     position: int
-    """Position of the first element in the result."""
+    """Start in the result, in elements."""
     offset: int
-    """Flat offset of the first element in the tensor."""
+    """Start in the flattened tensor, in elements."""
     numel: int
 
 

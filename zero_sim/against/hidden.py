@@ -46,15 +46,15 @@ _COMPRESSING = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch
 
 
 class IntegerSums:
-    """Integer sums on all ranks of a run."""
+    """Integer sums on all ranks."""
 
     def __init__(self) -> None:
         self._found: dict[str, str] = {}
-        """Description of the first lossy sum at each call site."""
+        """First lossy sum at each call site, in words."""
         self._pending: dict[tuple[str, tuple[int, ...], int], dict[int, list[Tensor]]] = {}
 
     def added(self, rank: int, operation: str, result: Any) -> None:
-        """Check the result of an operation in `ADDITIONS`: a float64 tensor or a list."""
+        """Check an `ADDITIONS` operation's result: a float64 tensor or a list."""
         for each in tensors_in((result,)):
             dtype = native(each)
             if dtype in EXACT_BELOW and _is_whole(each):
@@ -155,7 +155,7 @@ class _Rank:
 
 
 class Reductions:
-    """Reductions on all ranks of a run that are narrower than declared."""
+    """Reductions that are narrower than declared, on all ranks."""
 
     def __init__(self) -> None:
         self.narrow: dict[str, tuple[torch.dtype, torch.dtype]] = {}

@@ -21,7 +21,7 @@ from zero_sim.against.whole import Whole, relative_difference, whole_of
 from zero_sim.replicas.rows import digest_of
 
 FLOOR = 2.0**-52
-"""Relative rounding granted to each tensor: one unit in the last place of float64."""
+"""Relative rounding granted to each tensor: one unit in float64's last place."""
 LIMIT = 2.0**14.5
 """Multiple of float64's rounding above which a tensor differs. float32's rounding is 2^29 times as
 large, so the limit is in the middle, on a logarithmic scale."""
@@ -122,7 +122,7 @@ def _all_same(ranks: Mapping[int, float], kept: Mapping[int, Piece]) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """Distance of a tensor from the expected tensor."""
+    """Distance between a tensor and the expected tensor."""
 
     kind: str
     """`replicated` or `sharded`."""
@@ -159,7 +159,7 @@ class Measurement(Sink):
             each.clear()
 
     def wants(self, point: Point) -> bool:
-        """Return True for points of the baseline."""
+        """Return True for points in the baseline."""
         return point in self._baseline.pieces
 
     def take(self, rank: int, point: Point, piece: Piece) -> None:
@@ -209,7 +209,7 @@ class Measurement(Sink):
         )
 
     def is_alike(self, point: Point) -> bool:
-        """Return True if all ranks have the same tensor at a point, or shards of it."""
+        """Return True if all ranks have the same tensor, or its shards, at a point."""
         ranks = self._ranks.get(point, {})
         return not ranks or _all_same(ranks, self.kept.get(point, {}))
 

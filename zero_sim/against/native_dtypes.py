@@ -51,7 +51,7 @@ _stored_dtype = torch._C.TensorBase.dtype.__get__  # pyrefly: ignore [missing-at
 
 
 class _Thread(threading.local):
-    """State of one thread."""
+    """A thread's state."""
 
     # True while the thread runs a script in float64.
     active = False
@@ -132,7 +132,7 @@ def stored_dtypes() -> Iterator[None]:
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """Return a float64 copy of a narrow tensor, with a record; return other tensors unchanged."""
+    """Widen a narrow tensor to a recorded float64 copy; return other tensors unchanged."""
     dtype = _stored_dtype(tensor)
     if dtype not in WIDE or has_own_dispatch(type(tensor)) or tensor.device.type == "meta":
         return tensor

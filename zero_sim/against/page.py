@@ -12,7 +12,7 @@ from zero_sim.report.text_buffer_map import equal_elems
 
 ROWS_MAX = 200
 """Number of differences listed per verdict."""
-# The script chooses names of tensors and files, so the page must run no scripts.
+# The script chooses tensor and file names, so the page must run no scripts.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _HEAD = ("step and moment", "tensor", "of the largest value", "times rounding")
 

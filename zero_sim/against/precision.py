@@ -147,6 +147,6 @@ def _report(
 
 
 def _epsilon(dtype: str) -> float:
-    """Return the relative rounding of a dtype's name. Python's numbers are named `float`."""
+    """Return a dtype's relative rounding, by name. Python's numbers have the name `float`."""
     known = getattr(torch, dtype)
     return torch.finfo(known).eps if known.is_floating_point or known.is_complex else 0.0

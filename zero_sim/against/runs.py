@@ -39,7 +39,7 @@ COPY_LIMIT_BYTES = 2 << 30
 FILL = 1 / 8
 COLLECTED_ELEMS = 1 << 20
 """Param elements on all ranks above which a run's model is freed at once."""
-# Stands for the script's main part in the seed of rounding noise. No real rank is as large.
+# Rank of the script's main part in noise seeds. No real rank is as large.
 _STARTER = 999
 
 
@@ -114,12 +114,12 @@ class Observed:
 
     @property
     def step_count(self) -> int:
-        """Largest number of optimizer steps on a rank."""
+        """Most optimizer steps on any rank."""
         return max(self.steps_of_ranks, default=0)
 
     @property
     def resumed_at(self) -> int:
-        """Number of optimizer steps that a resumed run does not repeat."""
+        """Optimizer steps that a resumed run does not repeat."""
         return self.saved_at if self.saved_at >= 0 else self.step_count
 
 
@@ -269,7 +269,7 @@ def _observe(
         run = launcher.run(seed=seed, quiet=True, repeats=False)
         other = None if before is not None else launcher.other_settings(run)
     if other is not None:
-        # Discard the observations of the failed attempt.
+        # Discard the failed attempt's observations.
         way.sink.forget()
         other_side = replace(side, settings=other)
         return _observe(other_side, way, arguments, path=path, seed=seed, before=None)
@@ -319,7 +319,7 @@ def _in_copy(side: Side) -> Iterator[str]:
     """Change to a copy of the working folder, and yield the script's path in it."""
     # First, so that errors contain the name as the user gave it.
     read_script(side.name, is_module=side.is_module, arguments=side.arguments)
-    # Add up sizes first, because a copy of a large folder would fill the disk before it fails.
+    # Add up sizes first, because copying a large folder would fill the disk before it fails.
     folder, total = Path.cwd(), 0
     for path in files_of(folder):
         with contextlib.suppress(OSError):

@@ -237,7 +237,7 @@ def _measure_rounding(prepared: Prepared) -> AgainstVerdict | None:
             "Use torch.nn modules or a torch.optim.Optimizer, or judge the engine with a target.",
         )
     for index in range(NOISY_RUNS):
-        # A new fill in each run, because the values of unfilled memory must not matter.
+        # A new fill in each run, because values in unfilled memory must not matter.
         noisy, took_same_way = _run_again(prepared, noise_seed=index + 1, fill=(index + 2) / 8)
         if not took_same_way:
             return _irregular(prepared)
@@ -268,7 +268,7 @@ def _run_again(
 
 
 def _irregular(prepared: Prepared) -> AgainstVerdict:
-    """Find why two runs of one side differ: unfilled memory, random numbers, or rounding."""
+    """Find why one side's runs differ: unfilled memory, random numbers, or rounding."""
     side = prepared.side
     # Without noise, so only the fill and unseeded random numbers differ.
     again, took_same_way = _run_again(prepared, fill=7 / 8)

@@ -24,7 +24,7 @@ class Whole:
 
 
 def whole_of(pieces: Mapping[int, Piece]) -> Whole | None:
-    """Assemble the pieces of ranks; None if their places are unknown."""
+    """Assemble the ranks' pieces; None if their places are unknown."""
     first = pieces[min(pieces)]
     each = pieces.values()
     if any(piece.is_partial or len(piece.shards) != len(first.shards) for piece in each):

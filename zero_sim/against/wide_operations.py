@@ -138,7 +138,7 @@ class WideOperations(RankMode):
 
     @property
     def digest(self) -> str:
-        """Hash of the sequence of operations so far."""
+        """Hash of all operations so far, in order."""
         return self._taken.hexdigest()
 
     def __torch_dispatch__(
@@ -267,7 +267,7 @@ def _made(func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _promoted(tensors: list[Tensor], plan: Plan) -> torch.dtype | None:
     """Return a result's dtype as torch promotes it: tensors with dimensions before scalars."""
-    # Autocast is disabled, so repeat its choice of dtype.
+    # Autocast is disabled, so choose its dtype here.
     if thread.autocast and thread.autocast[-1] is not None and plan.name in _BY_AUTOCAST:
         return thread.autocast[-1]
     dtype: torch.dtype | None = None

@@ -33,7 +33,7 @@ _REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_list")
 
 
 def folding_backend(transport: str, order: str, *, seed: int = 0) -> str:
-    """Return a backend for `init_process_group` with a named order of addition.
+    """Return a backend for `init_process_group` with a named summation order.
 
     It is registered with torch once per process.
 
@@ -77,7 +77,7 @@ def make_group(options: Any, *, transport: str, order: Order) -> SimProcessGroup
 
 
 def _outputs_of(call: Call, rank: int) -> list[Tensor]:
-    """Allocate a rank's outputs. Entries of a list may differ in length."""
+    """Allocate a rank's outputs. List entries may differ in length."""
     if call.kind == "reduce_scatter_list":
         return [torch.empty_like(call.inputs[rank])]
     return [torch.empty_like(output) for output in call.outputs]
@@ -214,7 +214,7 @@ class _Carrier:
 
     def _fold(self, call: Call, group_rank: int, *, world_size: int) -> None:
         """Add all ranks' contributions here, and keep this rank's part."""
-        # [input][rank]: for each of this rank's inputs, the contributions of all ranks.
+        # [input][rank]: this input as each rank contributes it.
         gathered = [self._gather(tensor, world_size) for tensor in call.inputs]
         calls = [
             Call(

@@ -39,7 +39,7 @@ class Pool(Protocol):
     """Pool that runs several calls at once."""
 
     slots: int
-    """Number of calls at once."""
+    """Calls at once."""
 
     def submit(self, call: Callable[..., Answer], *arguments: object) -> Future[Answer]:
         """Start a call on a free worker. The future fails if the worker dies.
@@ -77,7 +77,7 @@ class OwnProcess:
 
 
 class Processes:
-    """Pool of processes on this machine. Dead processes are replaced. Must be closed."""
+    """Process pool on this machine. Dead processes are replaced. Must be closed."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -174,7 +174,7 @@ def is_lost(error: BaseException) -> bool:
 class _Worker(Generic[Answer]):
     """A process, replaced if it dies; must be closed."""
 
-    # A pool breaks as a whole if a process dies, so each process is a pool of its own.
+    # A pool breaks as a whole if a process dies, so each process has its own pool.
     def __init__(self) -> None:
         self._running: Future[Answer] | None = None
         self._executor, self._pid = _start()

@@ -1,4 +1,4 @@
-"""Measurement of a backend's order of addition, from its outputs alone.
+"""Measurement of a backend's summation order, from its outputs alone.
 
 Every rank of a group calls it, on any backend, before an order model is trusted.
 
@@ -37,9 +37,9 @@ from torch import Tensor
 from zero_sim.reference.arrangement import ADD, Tree
 
 Values = Callable[[int], Tensor]
-"""Contribution of a group rank: 1D, on the CPU."""
+"""A group rank's contribution: 1D, on the CPU."""
 Reduction = Callable[[Values], Tensor]
-"""Reduces the contributions of all ranks. Returns each element's sum: 1D, on the CPU, equal on all
+"""Reduces all ranks' contributions. Returns each element's sum: 1D, on the CPU, equal on all
 ranks."""
 
 Kind = Literal["all_reduce", "reduce_scatter", "reduce_scatter_list"]
@@ -81,13 +81,13 @@ _SCALES: Mapping[torch.dtype, tuple[Scale, Scale]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObservedOrder:
-    """Observed summation order of a reduction."""
+    """A reduction's observed summation order."""
 
     trees: tuple[str, ...]
     """Tree of each run of elements that are added alike, such as `((0+1)+2)`; `?` if no tree
     fits."""
     starts: tuple[int, ...]
-    """First element of each run."""
+    """Each run's first element."""
     accumulator: Accumulator
     """Dtype of partial sums: the data's, a wider dtype, or both."""
 
@@ -183,7 +183,7 @@ class _Asking:
             # In units of the smallest power, so bit k belongs to the rank with power k.
             sums = self._reduce(bring)[self._positions].double() / scale.small
             bits = sums.round().clamp(0, 2.0**scale.room - 1).to(torch.int64)
-            # Bits of ranks that were not queried must be 0.
+            # Bits must be 0 if their rank was not queried.
             powers = torch.where(here, 1 << (place % scale.room), 0)
             fits &= (bits.double() == sums) & ((bits & ~powers.sum(1)) == 0)
             outside |= here & ((bits[:, None] & powers) != 0)
@@ -323,7 +323,7 @@ def _chain_of(
 
 
 def _starts_of(elements: Tensor) -> list[int]:
-    """Return the first element of each consecutive run."""
+    """Return each consecutive run's first element."""
     ordered = elements.sort().values
     is_start = torch.ones_like(ordered, dtype=torch.bool)
     is_start[1:] = ordered[1:] != ordered[:-1] + 1
@@ -360,7 +360,7 @@ def _accumulator(ask: _Asking, classes: Sequence[_Class], scale: Scale) -> Accum
 
 
 Pieces = Sequence[tuple[int, int, Tree]]
-"""Runs of elements that tile a reduction, each with its tree."""
+"""Element runs that tile a reduction, each with its tree."""
 
 
 def verify(
@@ -436,7 +436,7 @@ def by_calling(
         sizes: For `reduce_scatter_list`, the elements of each rank.
     """
     rank, rank_count = group.rank(), group.size()
-    # Newer versions of torch have other names.
+    # Newer torch versions have other names.
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

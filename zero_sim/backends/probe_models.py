@@ -86,7 +86,7 @@ def pieces_of(
     """Return runs of elements that a model adds alike, with their trees.
 
     The order adds in chains, or is `tree`. An observed arrangement replaces the model. `sizes` are
-    the elements of each rank in a `reduce_scatter_list`.
+    each rank's elements in a `reduce_scatter_list`.
     """
     found = []
     for start, stop, site in sites_of(kind, elems=elems, rank_count=rank_count, sizes=sizes):

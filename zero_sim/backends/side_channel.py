@@ -115,7 +115,7 @@ class SideChannel:
         return _said(heard, rank=rank)
 
     def has_told(self, rank: int, *, about: str) -> bool:
-        """Return True if a rank has sent or withdrawn the message of a name."""
+        """Return True if a rank has sent or withdrawn a message."""
         return self._store.check([f"{self._key(about)}/{rank}"])
 
     def withdraw(self, abouts: Sequence[str]) -> bool:
@@ -130,7 +130,7 @@ class SideChannel:
         return bool(left)
 
     def _key(self, about: str) -> str:
-        # The program's number keeps late messages of earlier programs apart.
+        # The program's number keeps earlier programs' late messages apart.
         return f"told/{self.number}/{about}"
 
     def _tell(self, what: Any, *, about: str) -> str:

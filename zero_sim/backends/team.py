@@ -43,7 +43,7 @@ _OTHERS_SECONDS = 3.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """Ending of a job on one worker."""
+    """A job's ending on one worker."""
 
     rank: int
     how: Literal["done", "raised", "died", "hung"]
@@ -52,7 +52,7 @@ class Ending:
     error: str = ""
     """Exception of the job, or how the process died."""
     detail: str = ""
-    """Traceback, or stack of a hang."""
+    """Traceback, or the stack of a hanging worker."""
     gave_up: bool = False
     """True if other ranks may wait in vain for this rank."""
     spoilt: bool = False
@@ -76,7 +76,7 @@ class JobRank:
     rank: int
     """Worker's rank in the job."""
     size: int
-    """Number of workers in the job."""
+    """Workers in the job."""
     store: tuple[str, int]
     """Host and port of the shared store."""
     generation: int = 0

@@ -35,7 +35,7 @@ def place() -> tuple[int, int]:
 
 
 def be_there(payload: Mapping[str, Any], real_rank: RealRank) -> list[str]:
-    """Return the notes of a worker's transport. Runs as a job."""
+    """Return the notes from a worker's transport. Runs as a job."""
     return list(real_rank.transport.notes(payload["processes"]))
 
 
@@ -52,7 +52,7 @@ class LaunchedJob:
         start_seconds: Time limit for starting the workers.
 
     Raises:
-        EnvironmentProblem: Variables are not set, or a rank's device does not exist, is of another
+        EnvironmentProblem: Variables are not set, or a rank's device does not exist, has another
             model, or is already used by another rank.
     """
 

@@ -24,13 +24,13 @@ class Membership:
     rank: int
     """Rank in the group."""
     ranks: tuple[int, ...]
-    """World ranks of all members."""
+    """All members' world ranks."""
     name: str
     timeout: timedelta
 
 
 class Transport(Protocol):
-    """Carrier of a process's collectives."""
+    """Carrier for a process's collectives."""
 
     name: str
     """`gloo` or `nccl`."""

@@ -174,7 +174,7 @@ def pending_calls() -> str:
 
 
 def _is_over(entry: Mapping[str, Any]) -> bool:
-    # A backend marks the end of a call in one of two ways.
+    # Backends mark the end of a call in either way.
     return bool(entry.get("retired")) or entry.get("state") == "completed"
 
 

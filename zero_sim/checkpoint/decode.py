@@ -141,7 +141,7 @@ def _check_files(manifest: Manifest) -> None:
 
 
 def _belongs(name: str, manifest: Manifest) -> bool:
-    """Return True if this form and world have a file of this name."""
+    """Return True if a rank of this world writes a file with this name in this form."""
     if manifest.form == "consolidated":
         return name == CONSOLIDATED_NAME
     # Rank and world size, to check against the manifest.

@@ -45,12 +45,12 @@ class Folder:
 
     @property
     def saving(self) -> Path:
-        """Path of the save in progress."""
+        """Path for the save in progress."""
         return self.final.with_name(f".{self.final.name}.saving")
 
     @property
     def previous(self) -> Path:
-        """Path of the replaced checkpoint during the swap."""
+        """Path for the replaced checkpoint during the swap."""
         return self.final.with_name(f".{self.final.name}.previous")
 
     def find(self) -> Path:

@@ -70,8 +70,8 @@ def load(
 
     Args:
         path: Path of the checkpoint.
-        ddp: Wrapper of the params. Their names, shapes and dtypes must match the checkpoint.
-        optimizer: Owner of their masters and state.
+        ddp: Wrapper with the params. Their names, shapes and dtypes must match the checkpoint.
+        optimizer: Optimizer with their masters and state.
         weights_only: True to load only masters, working params, frozen params and buffers, and to
             keep this run's optimizer state, settings and loss scaler.
 

@@ -108,13 +108,13 @@ class ModuleRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PieceRecord:
-    """Span of a param's tensor in a file."""
+    """A tensor's span in a file."""
 
     key: Text
     """Tensor name in its file."""
     param: Text
     tensor: Text
-    """`master`, `state.` with a state's key, or the kind of a `ModuleRecord`."""
+    """`master`, `state.` with a state's key, or a `ModuleRecord`'s kind."""
     start: Count
     """First element of the flattened param, in logical order."""
     stop: Count
@@ -231,7 +231,7 @@ def take_apart(record: Any) -> dict[str, Any]:
 
 
 def digest_content(content: Any) -> str:
-    """Return the checksum of a manifest's content, for any formatting of the file."""
+    """Return the checksum of a manifest's content, whatever the file's formatting."""
     # Via JSON, so that tuples count as lists, as they do when the file is read. Sorted keys and
     # fixed separators give equal contents equal bytes.
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), default=take_apart)

@@ -29,7 +29,7 @@ class Part:
 def find_cover_problems(
     numels: Mapping[str, int], spans: Mapping[str, Sequence[Span]]
 ) -> list[str]:
-    """Return the elements of params that spans do not contain exactly once.
+    """Return elements that spans do not contain exactly once.
 
     The spans may have any order. Empty spans are ignored.
     """
@@ -93,7 +93,7 @@ class PieceIndex:
         self._starts = [span.start for span, _ in self._pieces]
 
     def find(self, wanted: Span) -> list[Part]:
-        """Return the parts of pieces that make up a span, in order."""
+        """Return the piece parts that make up a span, in order."""
         parts: list[Part] = []
         # The last piece that starts before the span may reach into it.
         first = max(0, bisect_right(self._starts, wanted.start) - 1)

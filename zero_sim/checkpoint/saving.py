@@ -1,7 +1,7 @@
 """Saving: ranks report their pieces, agree on writers and write; rank 0 publishes the checkpoint.
 
 [Note: together]
-Each step that can fail on one rank runs inside a method of `Coordinator`. So all ranks fail
+Each step that can fail on one rank runs inside a `Coordinator` method. So all ranks fail
 together, and no rank waits for another. Nothing is renamed before all ranks have written.
 """
 
@@ -55,8 +55,8 @@ def save(
     Args:
         path: Folder of the checkpoint, which all ranks can reach. An existing checkpoint is
             replaced at the very end. Until then, and after a failure, it stays.
-        ddp: Wrapper of the params.
-        optimizer: Owner of their masters and state.
+        ddp: Wrapper with the params.
+        optimizer: Optimizer with their masters and state.
         form: `sharded` for one file per rank that owns something; `consolidated` for one file with
             whole tensors, gathered on rank 0 one at a time.
 
@@ -81,7 +81,7 @@ class SaveHandle:
         self._error: Exception | None = None
         self._failure: CheckpointError | None = None
         self._thread: Thread | None = None
-        # A consolidated save communicates, so wait() writes it instead of a thread.
+        # A consolidated save communicates, so wait() writes it, not a thread.
         if plan.form != "consolidated":
             # A daemon thread, so that a failing run does not hang at exit.
             thread = Thread(target=self._write, args=(plan,), name="checkpoint", daemon=True)

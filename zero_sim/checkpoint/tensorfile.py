@@ -106,21 +106,21 @@ def check_file(path: Path, *, record: FileRecord) -> str | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FileLayout:
-    """Positions of tensors in a file, computed from its record."""
+    """Tensor positions in a file, computed from its record."""
 
     header: bytes
-    """First bytes of the file."""
+    """The file's first bytes."""
     entries: Mapping[str, tuple[Entry, int]]
     """Each tensor by key, with the offset of its first byte."""
     size_bytes: int
 
 
 class _FileIndex:
-    """Index of the tensors in a checkpoint's files."""
+    """Index of all tensors in a checkpoint's files."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.pieces: dict[tuple[str, str], list[tuple[FileRecord, PieceRecord]]] = {}
-        """Files and pieces of each tensor, by param and tensor."""
+        """Files and pieces by param and tensor."""
         for file in manifest.files:
             for piece in file.pieces:
                 self.pieces.setdefault((piece.param, piece.tensor), []).append((file, piece))
@@ -129,7 +129,7 @@ class _FileIndex:
             for where, held in self.pieces.items()
         }
         self.indices = {where: PieceIndex(spans) for where, spans in self.spans.items()}
-        """Search index of each tensor's spans."""
+        """Span index by param and tensor."""
         self._tensors = manifest.describe_tensors()
         self._layouts: dict[str, _FileLayout] = {}
 

@@ -142,7 +142,7 @@ def _collect_whole(
             yield entry, module[entry]
             continue
         record = entry.piece
-        # 1D, all elements of the param, on the group's device.
+        # 1D, all of the param's elements, on the group's device.
         whole = torch.empty(
             record.stop, dtype=find_dtype(entry.dtype), device=plan.coordinator.device
         )
@@ -191,6 +191,6 @@ def _write_file(path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor])
 
 
 def _write_all(path: Path, tensors: Mapping[Entry, Tensor]) -> FileRecord:
-    # In the order of the writer, which sorts in the same way.
+    # In the writer's order, because it sorts in the same way.
     entries = sort_entries(tensors)
     return _write_file(path, entries, map(tensors.__getitem__, entries))
