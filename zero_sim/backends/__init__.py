@@ -1,1 +1,1 @@
-"""Rank programs on real processes: gloo and NCCL, worker teams, and the probe of their orders."""
+"""Real processes as ranks: gloo and NCCL transports, worker teams, and the probe of orders."""

@@ -31,7 +31,7 @@ def arrangement_of(group: dist.ProcessGroup, *, device: str) -> tuple[Arrangemen
     """
     size, dtype = group.size(), torch.float32
     elems = ELEMS_A_RANK * size
-    # Both kinds, because rings show in one and trees only in the other.
+    # Both kinds, because a ring shows in one and a tree only in the other.
     scattered, reduced = (
         observe(
             by_calling(kind, group=group, elems=elems, device=device),

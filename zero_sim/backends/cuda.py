@@ -20,7 +20,7 @@ class Cuda:
     device_type: str = "cuda"
     """Device type in torch."""
     torch_name: str = "nccl"
-    """Name of torch's backend."""
+    """Backend name in torch."""
     binds: bool = True
     """True if torch binds groups to devices, as it does except on the CPU."""
 

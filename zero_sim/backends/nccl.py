@@ -111,7 +111,7 @@ def _may_share() -> bool:
 
 
 def check_alike(identities: Sequence[Mapping[str, str]]) -> None:
-    """Check that the processes of a job can be judged together, by their identities in rank order.
+    """Check from the identities of a job's processes, in rank order, that it can be judged.
 
     Raises:
         EnvironmentProblem: Two processes differ in a version or model, or share a GPU.

@@ -219,7 +219,7 @@ def share_out(
 ) -> Generator[tuple[int, Future[Answer]], None, None]:
     """Make calls on several processes, and yield each call when it ends.
 
-    Calls start in the order of `tasks`, which are their arguments, and only while a result is
+    `tasks` are the arguments of each call, in starting order. Calls only start while a result is
     requested. Closing the iterator ends the processes. For `call`, see `Pool.submit`.
 
     Yields:

@@ -91,7 +91,7 @@ class RealRank:
             self.channel.tell(False, about=f"left {about}")
             self.leave(abort=True)
             raise
-        # The default group counts as one.
+        # True if the default group is the only group.
         clean = len(dist.distributed_c10d._world.pg_map) == 1
         heard = self.channel.exchange(clean, size=size, about=f"left {about}")
         # All ranks must decide alike: all keep the group, or none does.

@@ -49,7 +49,7 @@ class SideChannel:
 
     def begin(self, number: int) -> None:
         """Start a program. A unique number, the same on all processes, keeps messages apart."""
-        # Each rank that starts this program has read all messages from before the last program.
+        # A rank that starts this program has read all messages of the program before the last.
         for key in self._earlier:
             # A store never forgets by itself, and a campaign has thousands of programs.
             self._store.delete_key(key)

@@ -1,8 +1,8 @@
 """Protocol of transports, which carry the collectives of real processes.
 
-All differences between gloo and NCCL are behind it, so other code runs with either. Calls of CUDA
-and NCCL themselves are in `zero_sim.backends.cuda`; `zero_sim.backends.transports` finds a
-transport by name.
+This protocol hides all differences between gloo and NCCL, so other code runs with either.
+`zero_sim.backends.cuda` contains the calls of CUDA and NCCL themselves, and
+`zero_sim.backends.transports` finds a transport by name.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Gloo:
             dist.destroy_process_group()
 
     def identity(self) -> Mapping[str, str]:
-        """Return versions, equal on all ranks because each replays the work of all."""
+        """Return versions. They must be equal, because each rank replays the work of all ranks."""
         return {
             "torch": torch.__version__,
             "cpu kernels": str(torch.backends.cpu.get_cpu_capability()),

@@ -174,7 +174,7 @@ def pending_calls() -> str:
 
 
 def _is_over(entry: Mapping[str, Any]) -> bool:
-    # Backends mark the end of a call in either way.
+    # Some backends retire a finished call, others set its state.
     return bool(entry.get("retired")) or entry.get("state") == "completed"
 
 

@@ -67,6 +67,7 @@ def read_mark(item: pytest.Item) -> Wanted | None:
 
 def _closest(item: pytest.Item) -> list[pytest.Mark]:
     """Return the marks of the closest node that has the mark."""
+    # From the test outwards to the session.
     for node in reversed(item.listchain()):
         # `get_closest_marker` would hide a second mark at the same level.
         marks = [mark for mark in node.own_markers if mark.name == MARK]

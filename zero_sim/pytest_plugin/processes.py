@@ -84,6 +84,7 @@ def run_on_processes(resources: SessionResources, item: pytest.Function, wanted:
             f"{__name__}:run_on_rank",
             payload,
             size=wanted.size,
+            # A mark's limit overrides that of the option.
             timeout_seconds=wanted.settings.get("stall_seconds", resources.timeout_seconds),
         )
     except EnvironmentProblem as error:

@@ -74,6 +74,7 @@ class SessionResources:
         if self._teams is None:
             from zero_sim.backends.team import Teams
 
+            # Imported before workers are forked, so that each of them starts fast.
             preload = ("zero_sim.backends.worker", "zero_sim.pytest_plugin.processes")
             self._teams = self._stack.enter_context(Teams(backend=self.backend, preload=preload))
         return self._teams
