@@ -238,7 +238,7 @@ def _frame(data: bytes, size_bytes: int) -> bytes:
 
 
 def _count_rest(frame: bytes) -> int:
-    """Return the number of bytes of its message that a frame lacks."""
+    """Return how many of its message's bytes a frame lacks."""
     length = int.from_bytes(frame[:_LENGTH_BYTES], "little")
     return max(0, length - (len(frame) - _LENGTH_BYTES))
 

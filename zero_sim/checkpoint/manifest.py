@@ -151,7 +151,7 @@ class ScalerRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorldRecord:
-    """Writers of a checkpoint, for readers and for file names."""
+    """World that wrote a checkpoint, for people and for file names."""
 
     world_size: Annotated[Count, Field(ge=1)]
     torch: Annotated[

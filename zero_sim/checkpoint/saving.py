@@ -2,7 +2,7 @@
 
 [Note: together]
 Each step that can fail on one rank runs inside a `Coordinator` method. So all ranks fail
-together, and no rank waits for another. Nothing is renamed before all ranks have written.
+together, and none waits in vain. Nothing is renamed before all ranks have written.
 """
 
 from __future__ import annotations
