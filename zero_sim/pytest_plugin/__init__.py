@@ -169,9 +169,11 @@ def simulated_world(request: pytest.FixtureRequest) -> Callable[..., World]:
 def _wanted(request: pytest.FixtureRequest, fixture: str) -> Wanted:
     wanted = request.node.stash.get(WANTED, None)
     if wanted is None:
-        raise pytest.UsageError(
+        # Without a trace, which would show only frames of this plugin.
+        pytest.fail(
             f"expected @pytest.mark.{MARK}(n) on {request.node.name}, because it uses the fixture "
-            f"`{fixture}`, got no mark. Add the mark."
+            f"`{fixture}`, got no mark. Add the mark.",
+            pytrace=False,
         )
     return wanted
 

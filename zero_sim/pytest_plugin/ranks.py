@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import logging
 import os
 import sys
 import unittest
@@ -146,7 +147,7 @@ def _run_on_ranks(
 
     settings = _describe(world)
     try:
-        with _held_exits() as exits:
+        with _held_exits() as exits, _without_c10d_log():
             world.run(program)
     except RankFailed as failed:
         # The rank's own exception, so that pytest shows its assertion and line.
@@ -164,6 +165,18 @@ def _run_on_ranks(
     if len(skips) == wanted.size:
         raise skips[0] from None
     check_all_ran(wanted, skips={rank: str(skip) for rank, skip in skips.items()}, ended=ended)
+
+
+@contextlib.contextmanager
+def _without_c10d_log() -> Iterator[None]:
+    """Silence torch's debug log of failed calls, which repeats the error that fails the test."""
+    # torch's default logger for c10d: its only handler discards everything, but pytest captures it.
+    logger = logging.getLogger("c10d-NullHandler-default")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @contextlib.contextmanager
