@@ -2,22 +2,22 @@
 
 To learn ZeRO, read the modules in this order:
 
-    naive              the whole idea on one screen
+    naive              the whole idea on a single screen
     config, sharding   the settings; the stages as a table
     states, unit       the life of a bucket's gradients and params
-    storage            the memory of a unit
+    storage            a unit's memory
     schedule, gathers  when gradients are reduced and params are gathered
     hooks              hooks on modules and autograd, for the schedules
     buffer             units in flat memory
-    buffered_module    the buffers of a module
+    buffered_module    a module's buffers
     groups             the ranks that share each kind of params
     data_parallel      a step, micro-batch by micro-batch
-    masters            fp32 values of the fragments that a rank owns
+    masters            fp32 values of this rank's fragments
     optimizer          optimizer state, and the step
     norm, division, collectives
 
 `zero_sim.layout` plans the layouts. `refusals` checks modules and optimizers. `variants` contains
-alternative parts for the seams (`seams`).
+replacements for the parts listed in `seams`.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""Contiguous memory for the params of one kind and dtype: the lowest layer of ZeRO.
+"""Contiguous memory for params that share kind and dtype: the lowest layer of ZeRO.
 
-A `Buffer` turns a plan made of integers into units with memory. It handles flat tensors, views of
-them and the storage of each unit, but no modules, backward passes or optimizers.
+A `Buffer` builds the units of a layout plan and gives them memory. It handles flat tensors, views
+and storage, but no modules, backward passes or optimizers.
 
-Unsharded memory is one flat tensor for the whole run. Sharded memory is allocated per unit, only
-while it is in use; this rank's shards stay resident, one after another in one tensor. If nothing is
-sharded, params stay in place and each unit is one shard that every rank holds, so the layers above
-need no second code path.
+Gradients or params that are not sharded live in a flat tensor for the whole run. If they are
+sharded, a unit allocates unsharded memory only during use, and this rank's shards stay resident
+in a contiguous tensor. At stage 0 params stay in place, and each unit is a single shard owned by
+every rank, so the layers above need no second code path.
 
-With redundancy, only some of the training ranks shard together. The reduce-scatter among them gives
-partial sums. A second sum, over the ranks with the same shard in the other shard groups, completes
-them. Gathers stay inside the shard group.
+With redundancy, each shard group reduce-scatters its own gradients, which gives partial sums. A
+second sum, over the replica group, completes them. Gathers stay inside the shard group.
 """
 
 from __future__ import annotations
@@ -35,21 +34,21 @@ from zero_sim.zero.unit import ParamMemory, Unit, absent, set_main_grad
 class Buffer:
     """The units of one `BufferPlan`, with their memory.
 
-    Construction moves tensors. If gradients are unsharded, `param.main_grad` becomes a view of
-    `grad_data`. If the state is sharded but params are not, `param.data` becomes a view of
-    `param_data` with the same values. Both are contiguous in the param's logical order, for any
-    original strides. Sharded params stay in place until `shard_params`.
+    The constructor moves tensors. If gradients are unsharded, `param.main_grad` becomes a view into
+    `grad_data`. If the state is sharded but params are not, `param.data` becomes a view into
+    `param_data` with the same values. Both views are contiguous in the param's logical order,
+    whatever its original strides. Sharded params stay in place until `shard_params`.
 
     Args:
-        plan: The layout. Its shard count must be the size of the shard group, or 1 without a group.
-        params: The plan's params by name, all on one device.
+        plan: The layout. Its shard count must equal the shard group's size, or 1 without a group.
+        params: The plan's params by name, all on the same device.
         sharding: Memory to shard over the shard group.
-        groups: The shard group of this rank and its replica group.
-        unit: Factory of units.
-        grad_dtype: Dtype of the gradients.
+        groups: This rank's shard group and replica group.
+        unit: Unit factory.
+        grad_dtype: Gradient dtype.
         cast: Conversion from masters to working params.
-        accumulate_sums: True to add up the sums of several micro-batches, in memory of their own as
-            long as this rank's shards. Always the case if gradients are sharded.
+        accumulate_sums: True to add up the sums from several micro-batches in separate memory, as
+            long as this rank's shards. Always done if gradients are sharded.
 
     Raises:
         LayoutError: If the shard count does not fit the group, or `params` does not fit the plan.
@@ -57,14 +56,14 @@ class Buffer:
 
     plan: BufferPlan
     shard: int
-    """Index of the shard that this rank owns."""
+    """This rank's shard index."""
     grad_data: Tensor | None  # 1D; None if gradients are sharded
     param_data: Tensor | None  # 1D; None if params are sharded, or nothing is
     shard_data: Tensor | None  # 1D, this rank's shards of the params; None if they are unsharded
     total_data: Tensor | None  # 1D, this rank's shards of the sums; None without accumulated sums
     grad_dtype: torch.dtype
     units: tuple[Unit, ...]
-    """Units with elements. Others move nothing, as every rank can see in the plan."""
+    """Units with elements. An empty bucket has no unit, because it moves nothing."""
 
     def __init__(
         self,
@@ -85,11 +84,9 @@ class Buffer:
         _check_params(plan, params)
         first = next(iter(params.values()))
         self.device, self.grad_dtype = first.device, grad_dtype
-        # Zeros, not torch.empty: padding takes part in every sum, and must stay zero in all of
-        # them.
+        # Zeros, not torch.empty: padding takes part in every sum and must stay zero.
         self.grad_data = self.param_data = self.shard_data = self.total_data = None
-        # 1D, all buckets with padding. Sharded gradients are in each unit's transient memory
-        # instead.
+        # 1D, all buckets with padding. Sharded gradients use each unit's transient memory instead.
         if not sharding.grads:
             self.grad_data = self._zeros(plan.span.numel, dtype=grad_dtype)
         if sharding.state and not sharding.params:
@@ -100,7 +97,7 @@ class Buffer:
             self.shard_data = self._zeros(
                 sum(unit.own_span.numel for unit in by_index.values()), dtype=first.dtype
             )
-        # Sums need memory of their own: unsharded gradients are transient at stage 2, and with
+        # Sums need separate memory: at stage 2 unsharded gradients are transient, and with
         # sync="every" the next micro-batch overwrites them.
         if accumulate_sums or sharding.grads:
             self.total_data = self._zeros(
@@ -112,11 +109,11 @@ class Buffer:
 
     @property
     def memory(self) -> Mapping[nn.Parameter, ParamMemory]:
-        """Each param of the buffer with its memory, in buffer order."""
+        """The memory of each param, in buffer order."""
         return self._memory
 
     def working_memory(self) -> list[Tensor]:
-        """Return the unsharded working params as few tensors: a flat buffer, or each param.
+        """Return the unsharded working params, as a single flat tensor if possible.
 
         If params are sharded, call this only before `shard_params`.
         """
@@ -125,29 +122,29 @@ class Buffer:
         return [param.detach() for param in self._memory]
 
     def shard_params(self) -> None:
-        """Keep this rank's shards of the params and free the rest. No-op for unsharded params."""
+        """Keep only this rank's shards of the params. No-op for unsharded params."""
         if self.shard_data is None:
             return
         for unit in self.units:
             assert unit.param_shard is not None
             for memory in unit.members:
-                # The part of this param inside this rank's shard, as offsets into the unit.
+                # The part inside this rank's shard, as offsets into the unit.
                 held = memory.in_unit.intersect(unit.own_span)
                 if not held.empty:
                     flat = _view(
                         memory.param.detach().reshape(-1), held.shift(-memory.in_unit.start)
                     )
                     _view(unit.param_shard, held.shift(-unit.own_span.start)).copy_(flat)
-                # The placeholder drops the unsharded values; only the shard stays in memory.
+                # The placeholder drops the unsharded values.
                 memory.param.data = absent(memory.param)
-            # Without a transition, because the unit has no unsharded memory to free yet.
+            # Set directly, because the unit has no unsharded memory to free yet.
             unit.param_state = ParamState.SHARDED
 
     def zero_grads(self) -> None:
-        """Set all gradients, their sums and their padding, to zero."""
+        """Zero all gradients, sums and padding."""
         for unit in self.units:
             unit.reset_grads()
-        # Units with transient gradients zero their own sums, in reset_grads().
+        # With transient gradients, reset_grads() has zeroed the sums already.
         for memory in (self.grad_data, None if self.sharding.grads else self.total_data):
             if memory is not None:
                 memory.zero_()
@@ -157,14 +154,14 @@ class Buffer:
 
         Afterwards only this rank's shards contain sums; the rest is undefined.
         """
-        # fill() first: a unit without any gradient on this rank takes part with zeros, because the
-        # other ranks wait for its collective.
+        # fill() first: without any gradient here, a unit contributes zeros, because other ranks
+        # wait for its collective.
         for unit in self.units:
             unit.fill()
             unit.reduce()
 
     def unit_of(self, param: nn.Parameter) -> Unit | None:
-        """Return the unit of a param; None for an empty param in an empty bucket.
+        """Return a param's unit; None for an empty param in an empty bucket.
 
         Raises:
             LayoutError: If the param is not in this buffer.
@@ -172,7 +169,7 @@ class Buffer:
         return self._find(param).unit
 
     def allgather_params(self) -> None:
-        """Fill every rank's working params with the values that their owners wrote."""
+        """Gather the unsharded working params from their owners."""
         if self.param_data is None:
             raise UsageError(
                 "expected a buffer with unsharded params and sharded state, got "
@@ -183,11 +180,11 @@ class Buffer:
             unit.gather()
 
     def get_grad_shard(self, param: nn.Parameter) -> Tensor:
-        """Return this rank's part of a param's gradient: the sum over ranks after the reduction.
+        """Return this rank's part of a param's gradient; after the reduction, the sum over ranks.
 
         Returns:
-            1D view into the buffer, or into `total_data` if allocated, in the gradient's
-            dtype; empty if this rank owns no element of the param.
+            1D view into `total_data` if allocated, else into `grad_data`, in the gradient dtype.
+            Empty if this rank owns no part of the param.
 
         Raises:
             LayoutError: If the param is not in this buffer.
@@ -195,7 +192,7 @@ class Buffer:
         return self._find(param).own_grad
 
     def get_param_shard(self, param: nn.Parameter) -> Tensor:
-        """Return the weights of this rank's part of a working param, 1D, read only.
+        """Return this rank's part of a working param as weights, 1D, read only.
 
         Raises:
             LayoutError: If the param is not in this buffer.
@@ -209,8 +206,8 @@ class Buffer:
         Other ranks receive it with the next gather.
 
         Args:
-            param: A param of this buffer.
-            data: 1D, as long as this rank's part; empty if the rank owns no element of it.
+            param: A param in this buffer.
+            data: 1D, as long as this rank's part, which may be empty.
 
         Raises:
             LayoutError: If the length is wrong, or the param is not in this buffer.
@@ -225,20 +222,20 @@ class Buffer:
                 f"shard {self.shard} of {self.plan.policy.shard_count}."
             )
         if memory.unit is not None:
-            # Before the copy: a gather in flight may still read the shard.
+            # Before the copy, because a gather in flight may still read the shard.
             memory.unit.update()
-        # Masters may be on another device (offloaded state), and are always 1D.
+        # Masters may be on another device (offloaded state).
         data = data.detach().to(working.device).view(working.shape)
         self._cast.write_(param, working, data)
 
     def whole_params(self) -> dict[nn.Parameter, Tensor]:
-        """Return unsharded copies of sharded params, in one memory per unit; a collective.
+        """Return unsharded copies of sharded params; a collective.
 
-        For inspection between steps: the residency of each unit is the same afterwards. Empty if
-        params are unsharded.
+        Meant for inspection between steps: sharded units are sharded again afterwards. Copies from
+        the same unit share memory. Empty if params are unsharded.
         """
         found: dict[nn.Parameter, Tensor] = {}
-        # Unit by unit, in the same order on all ranks, because each gather is a collective.
+        # In the same order on all ranks, because each gather is a collective.
         for unit in self.units if self.sharding.params else ():
             was_sharded = unit.is_sharded
             if was_sharded:
@@ -246,7 +243,7 @@ class Buffer:
             whole = unit.params
             assert whole is not None
             copy = whole.clone()
-            # Reshard before the next gather: only one unit at a time is unsharded.
+            # Before the next gather, so that memory holds a single unsharded unit at a time.
             if was_sharded:
                 unit.free_params()
             for memory in unit.members:
@@ -263,7 +260,7 @@ class Buffer:
         units: Mapping[int, Unit],
     ) -> dict[nn.Parameter, ParamMemory]:
         """Point params and gradients into the resident flat memory."""
-        # A param lies in one bucket, so it has at most one fragment in this rank's shards.
+        # A param lies in one bucket, so this rank's shards hold at most one fragment.
         fragments = {fragment.param: fragment for fragment in self.plan.fragments(self.shard)}
         memory: dict[nn.Parameter, ParamMemory] = {}
         for placed in self.plan.params:
@@ -274,7 +271,7 @@ class Buffer:
             main_grad = None
             if self.grad_data is not None:
                 main_grad = _view(self.grad_data, placed.span).view(param.shape)
-            # An empty param in an empty bucket has no unit that would set it.
+            # An empty param may have no unit, so fill() would never set it.
             elif unit is None:
                 main_grad = self._zeros(0, dtype=self.grad_dtype).view(param.shape)
             set_main_grad(param, main_grad)
@@ -283,7 +280,7 @@ class Buffer:
                 flat = _view(self.param_data, placed.span).view(param.shape)
                 flat.copy_(param.detach())
                 param.data = flat
-            # 3. This rank's parts, 1D. Params without a fragment here get empty views.
+            # 3. This rank's parts, 1D; empty views for params without a fragment here.
             start = placed.span.start
             own = Span(start, start) if fragment is None else fragment.in_buffer
             in_shard = Span(0, 0) if fragment is None else fragment.in_shard
@@ -341,8 +338,8 @@ class Buffer:
         }
 
     def _give_parts(self, units: Iterable[Unit]) -> None:
-        """Assign each unit its views of the resident memory."""
-        # Shards of units follow each other without gaps, in bucket order.
+        """Assign each unit its views into the resident memory."""
+        # Shards follow each other without gaps, in bucket order.
         params_start = sums_start = 0
         for unit in units:
             if self.param_data is not None:
@@ -365,8 +362,8 @@ class Buffer:
         memory = self._memory.get(param)
         if memory is None:
             raise LayoutError(
-                f"expected a param of buffer {self.plan.key}, got one of shape "
-                f"{tuple(param.shape)} that is not in it. Frozen params are in no buffer."
+                f"expected a param in buffer {self.plan.key}, got another param, with shape "
+                f"{tuple(param.shape)}. Pass a trained param: frozen params are in no buffer."
             )
         return memory
 
@@ -376,7 +373,7 @@ def _view(flat: Tensor, span: Span) -> Tensor:
 
 
 def _find_own_shard(plan: BufferPlan, *, group: dist.ProcessGroup | None) -> int:
-    """Return this rank's shard index: its rank in the group, not the global rank."""
+    """Return this rank's shard index: its group rank, not its global rank."""
     expected, rank = (1, 0) if group is None else size_and_rank(group)
     shard_count = plan.policy.shard_count
     if shard_count != expected:

@@ -1,4 +1,4 @@
-"""The buffers of a module, and the tensors that must start equal on groups of ranks."""
+"""A module's buffers, and the tensors that must start equal on groups of ranks."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def build_buffers(
     """Move trained params into buffers.
 
     Args:
-        params: By name, in registration order.
-        holders: The ranks of each kind.
+        params: Params by name, in registration order.
+        holders: The ranks that hold each kind.
         config: Stage, numerics and layout.
         cast: Conversion from masters to working params.
-        unit: Factory of units.
-        buffer_of: Returns a number for a name. Params with different numbers share no buffer.
+        unit: Unit factory.
+        buffer_of: Returns a number for a param name. Params with different numbers share no buffer.
     """
     specs: dict[str, list[ParamSpec]] = {}
     for name, param in params.items():
@@ -71,10 +71,10 @@ def build_buffers(
 def _plan(
     specs: Mapping[str, Sequence[ParamSpec]], *, holders: Holders, config: ZeroConfig
 ) -> Iterator[BufferPlan]:
-    """Plan the buffers of each kind for its shard group; kinds in order of registration."""
+    """Plan the buffers of each kind for its shard group; kinds in registration order."""
     for kind, members in specs.items():
         owners = holders.owners_of(kind)
-        # Stage 0 has no shard group: one shard, owned by every rank.
+        # Stage 0 has no shard group, but a single shard, owned by every rank.
         shard_count = 1 if owners is None else size_and_rank(owners)[0]
         yield from plan_buffers(members, policy=replace(config.layout, shard_count=shard_count))
 
@@ -84,19 +84,19 @@ def find_replicated_tensors(
 ) -> list[tuple[list[Tensor], dist.ProcessGroup]]:
     """Return all tensors that must start equal on a group of ranks, with that group.
 
-    Flat buffers come as one tensor. The tensors of all ranks come first, so that the order of
-    collectives is the same on ranks with different experts.
+    A flat buffer is a single tensor. Tensors on all ranks come first, so that ranks with different
+    experts issue collectives in the same order.
     """
     in_buffers = {param for buffer in buffers for param in buffer.memory}
     # Dense first, even if the first buffer contains experts.
     tensors: dict[str, list[Tensor]] = {"dense": []}
     for buffer in buffers:
         tensors.setdefault(buffer.plan.key.kind, []).extend(buffer.working_memory())
-    # Frozen params and module buffers are not trained, but forward reads them, so they count too.
+    # Frozen params and module buffers too, because forward reads them.
     frozen = (each for each in module.named_parameters() if each[1] not in in_buffers)
     for name, tensor in (*frozen, *module.named_buffers()):
         tensors.setdefault(holders.kind_of(name, tensor), []).append(tensor)
-    # Kinds on all ranks share one list, so that small tensors of several kinds share a message.
+    # Kinds on all ranks share a list, so that their small tensors share a message.
     shared = [
         tensor for kind, members in tensors.items() if holders.are_all(kind) for tensor in members
     ]

@@ -1,11 +1,11 @@
 """The collectives that ZeRO needs, always over an explicit group.
 
-With `async_op` they return a handle at once. Until `wait()` returns, do not read or write the
-tensors. Without `async_op` they return None after completion.
+With `async_op` they return a handle at once. Do not read or write the tensors until `wait()` has
+returned. Without `async_op` they return None after completion.
 
 [Note: one byte an element]
-Backends reject dtypes they do not know: gloo refuses 8-bit floats, and NCCL accepts them in some
-versions only. Gathers and broadcasts of such tensors move raw bytes.
+Backends reject unknown dtypes: gloo refuses 8-bit floats, and NCCL accepts them in some versions
+only. So gathers and broadcasts move such tensors as raw bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _all_gather: Callable[..., dist.Work | None] = (
 
 
 def size_and_rank(group: dist.ProcessGroup) -> tuple[int, int]:
-    """Return the size of a group and this process's rank inside it.
+    """Return a group's size and this process's group rank.
 
     Raises:
         UsageError: If the group is None, or this process is not a member of it.
@@ -43,8 +43,8 @@ def size_and_rank(group: dist.ProcessGroup) -> tuple[int, int]:
     rank = dist.get_rank(group)
     if rank < 0:
         raise UsageError(
-            f"expected a group that contains this process, got one without global rank "
-            f"{dist.get_rank()}. Pass the group of this rank."
+            f"expected a group that contains this process, got a group without global rank "
+            f"{dist.get_rank()}. Pass a group that contains it."
         )
     return dist.get_world_size(group), rank
 
@@ -55,8 +55,8 @@ def reduce_scatter_sum(
     """Sum `flat` over the ranks and write this rank's shard of the sum to `output`.
 
     Args:
-        output: 1D, a `group size`-th of `flat`; may be this rank's shard of `flat` itself.
-        flat: 1D. If `output` is a part of it, the other parts are undefined afterwards.
+        output: 1D, `len(flat) / group size` elements; may be this rank's shard inside `flat`.
+        flat: 1D. If it contains `output`, its other parts are undefined afterwards.
         group: The shard group, in shard order.
         async_op: True to return before completion.
     """
@@ -74,13 +74,13 @@ def reduce_scatter_uneven_sum(
     """Sum `flat` over the ranks into shards of different lengths; see `reduce_scatter_sum`.
 
     Args:
-        output: 1D, as long as this rank's shard; may be this rank's shard of `flat` itself.
+        output: 1D, as long as this rank's shard; may be this rank's shard inside `flat`.
         flat: 1D.
         sizes: Length of each rank's shard; may be 0.
         group: The shard group, in shard order.
         async_op: True to return before completion.
     """
-    # Views of `flat`, 1D, one for each rank.
+    # Views into `flat`, 1D, in rank order.
     parts = list(flat.split(list(sizes)))
     return dist.reduce_scatter(output, parts, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
 
@@ -92,7 +92,7 @@ def all_gather(
 
     Args:
         output: 1D, `group size` times as long as `shard`.
-        shard: 1D; may be this rank's shard of `output` itself.
+        shard: 1D; may be this rank's shard inside `output`.
         group: The shard group, in shard order.
         async_op: True to return before completion.
     """
@@ -111,14 +111,14 @@ def all_gather_uneven(
 
     Args:
         output: 1D, as long as all shards together.
-        shard: 1D; may be this rank's shard of `output` itself.
+        shard: 1D; may be this rank's shard inside `output`.
         sizes: Length of each rank's shard; may be 0.
         group: The shard group, in shard order.
         async_op: True to return before completion.
     """
     rank_count = len(sizes)
     # An all-to-all in which each rank sends its shard to all, because gloo only gathers equal
-    # lengths. It costs one copy of the shard per rank: as many elements as `output`, if even.
+    # lengths. The input holds a copy of the shard for each rank, about as much as `output`.
     return dist.all_to_all_single(
         _movable(output),
         _movable(shard).repeat(rank_count),
@@ -135,9 +135,9 @@ def reduce_to_owner_sum(
     """Replace `flat` by its sum over the ranks on the owner; undefined on other ranks.
 
     Args:
-        flat: 1D, the owner's whole part.
-        owner: Group rank of the owner.
-        group: The ranks with summands.
+        flat: 1D, elements that all belong to the owner.
+        owner: The owner's group rank.
+        group: The ranks to sum over.
         async_op: True to return before completion.
     """
     return dist.reduce(flat, group_dst=owner, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
@@ -150,9 +150,9 @@ def broadcast_from_owner(
 
     Args:
         output: 1D.
-        part: 1D, on the owner as long as `output`, and possibly the same memory; empty elsewhere.
-        owner: Group rank of the owner.
-        group: The receiving ranks and the owner.
+        part: 1D. On the owner as long as `output`, possibly the same memory; empty elsewhere.
+        owner: The owner's group rank.
+        group: The owner and the receiving ranks.
         async_op: True to return before completion.
     """
     # dist.broadcast works in place, so the owner's values must be in `output` first.
@@ -185,9 +185,9 @@ _COALESCED_BYTES_MAX = 1 << 20
 
 @torch.no_grad()
 def broadcast_from_first(tensors: Iterable[Tensor], *, group: dist.ProcessGroup) -> None:
-    """Replace tensors of any shapes and strides by those of group rank 0.
+    """Overwrite tensors with the values on group rank 0. Shapes and strides are arbitrary.
 
-    Small tensors of one dtype and device share a collective.
+    Small tensors that share dtype and device share a collective.
     """
     # A model has many small tensors, and a collective costs more than a copy.
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -197,7 +197,7 @@ def broadcast_from_first(tensors: Iterable[Tensor], *, group: dist.ProcessGroup)
         elif tensor.numel():
             alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for members in alike.values():
-        # 1D, all members one after another, in logical order for any strides.
+        # 1D, all members concatenated, in logical order whatever their strides.
         flat = torch.cat([member.reshape(-1) for member in members])
         dist.broadcast(_movable(flat), group=group, group_src=0)
         parts = flat.split([member.numel() for member in members])

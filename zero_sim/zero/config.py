@@ -1,4 +1,4 @@
-"""The configuration of the ZeRO engine: one frozen record for all layers."""
+"""The engine's configuration: a frozen record that all layers share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LAYOUT = LayoutPolicy(bucket_elems=40_000_000)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroConfig:
-    """Stage, numerics and layout of one engine; the same on every rank.
+    """Stage, numerics and layout; equal on every rank.
 
     Raises:
         UsageError: If a field has an invalid value. Sizes are checked when the layout is planned.
@@ -31,23 +31,23 @@ class ZeroConfig:
     """Sharded memory. 0: none (plain data parallelism); 1: the optimizer state; 2: gradients too;
     3: params too."""
     divide: Divide = "post"
-    """Conversion of the sum over ranks to a mean. `none`: no conversion. `pre`: each rank divides
-    before the sum, in the gradient's dtype. `post`: divide the sum in fp32. `premul`: each rank
-    multiplies before the sum by the reciprocal, rounded to the gradient's dtype."""
+    """Conversion from the sum over ranks to a mean. `none`: no conversion. `pre`: each rank divides
+    before the sum, in the gradient dtype. `post`: divide the sum in fp32. `premul`: before the sum,
+    each rank multiplies by the reciprocal, rounded to the gradient dtype."""
     divide_by: DivideBy = "ranks"
-    """Divisor, unless `finish_grad_sync` gets a count: the number of ranks, of ranks times
-    micro-batches, or of all rows counted with `add_rows`."""
+    """Divisor, unless you pass a count to `finish_grad_sync`: the number of ranks, ranks times
+    micro-batches, or all rows counted with `add_rows`."""
     sync: Sync = "last"
     """Time of the sum over ranks. `last`: once, after the last micro-batch. `every`: after each
-    micro-batch; the sums are added up in the gradient's dtype."""
+    micro-batch; the sums are added up in the gradient dtype."""
     micro_batches: int | None = None
-    """Micro-batches of a step, checked if given. Required only if the division comes before the
-    first of several sums and depends on it."""
+    """Micro-batches per step. If given, this number is checked. Required only if
+    `divide_by="micro-batches"` and the first division comes before the last micro-batch."""
     redundancy: int = 1
     """Replicas of the sharded state, each on a shard group of consecutive ranks."""
     grad_dtype: GradDtype = "param"
-    """Dtype in which gradients are accumulated and summed: the param's own (its `grad_dtype`
-    if that is set), or fp32."""
+    """Dtype for accumulating and summing gradients: `fp32`, or `param` for the dtype that autograd
+    returns, which is the param's `grad_dtype` if set."""
     layout: LayoutPolicy = _LAYOUT
     """Placement of params into buffers, buckets and shards. The groups determine the number of
     shards, so leave it at 1 here. Default: buckets of 40 million elements, as in Megatron-LM."""
@@ -58,10 +58,10 @@ class ZeroConfig:
     """True to gather params during the next forward; each module waits for its own params."""
     # Off by default: code that reads a param outside a forward would read its old value.
     prefetch: int = 1
-    """Number of further units to gather ahead, forward and backward; for sharded params."""
+    """Number of units to gather ahead, in forward and backward; for sharded params."""
     reshard_after_forward: bool = True
-    """True to reshard params between a forward and its backward, except those of the last unit; for
-    sharded params."""
+    """True to reshard params between forward and backward, except in the last unit; for sharded
+    params."""
 
     def __post_init__(self) -> None:
         choices = {
@@ -88,9 +88,9 @@ class ZeroConfig:
             # type(), because bool is a subclass of int.
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(f"expected {name} to be an integer of at least 1, got {value!r}.")
-        # A setting without effect is a mistake of the caller, so it is an error too.
+        # A setting without effect is a mistake, so it is an error too.
         self._check_unused()
-        # Here the first sum comes before the end of the step, so its divisor must be known early.
+        # In this case the first sum comes before the step ends, so it needs its divisor early.
         if self.divides_before_sum and self.sync == "every":
             self._check_counts()
 
@@ -101,7 +101,7 @@ class ZeroConfig:
 
     @property
     def sharding(self) -> Sharding:
-        """The memory that is sharded at this stage."""
+        """The sharded memory at this stage."""
         return sharding_of(self.stage)
 
     def _check_unused(self) -> None:
@@ -133,7 +133,7 @@ class ZeroConfig:
                 )
 
     def _check_counts(self) -> None:
-        """Refuse a divisor of the first sum that is known only at the end of the step."""
+        """Refuse a divisor for the first sum that is not known before the step ends."""
         self.check_counted_in_time("tokens", "rows")
         if self.divide_by == "micro-batches" and self.micro_batches is None:
             raise UsageError(
@@ -143,10 +143,10 @@ class ZeroConfig:
             )
 
     def check_counted_in_time(self, by: DivideBy, what: str) -> None:
-        """Refuse to divide before the first sum by a count of the whole step.
+        """Refuse to divide before the first sum by a count that needs the whole step.
 
         Args:
-            by: The `divide_by` of that count.
+            by: The `divide_by` with that count.
             what: The counted things, for the message.
 
         Raises:

@@ -1,10 +1,10 @@
 """Gradients of a module, accumulated locally and summed over ranks: the middle layer of ZeRO.
 
-The life of a gradient: autograd writes `param.grad`. A hook adds it to `param.main_grad`, a view of
-the flat buffer, and drops it. After the last micro-batch `finish_grad_sync` sums the buffers over
-ranks, and the optimizer reads its part. `zero_grad_buffer` starts the next step.
+Autograd writes `param.grad`. A hook adds it to `param.main_grad`, a view into the flat buffer, and
+drops it. After the last micro-batch `finish_grad_sync` sums the buffers over ranks, and the
+optimizer reads its part. `zero_grad_buffer` starts the next step.
 
-A full step of several micro-batches; lines for settings that are off may be omitted:
+This is a full step with several micro-batches. You may omit lines for settings that are off:
 
     for each micro-batch:
         ddp.add_rows(rows)                   # divide_by="tokens"
@@ -51,28 +51,28 @@ from zero_sim.zero.unit import ParamMemory, Unit
 class DistributedDataParallel:
     """A module whose trainable params and gradients are in flat buffers.
 
-    The module holds no reference to it: keep one, for instance in an optimizer. Frozen params stay
-    in place and cost nothing. A trainable param that a step does not use has a zero gradient on
-    every rank, and is stepped with it.
+    Keep a reference to this wrapper, for instance in an optimizer, because the module has none.
+    Frozen params stay in place and cost nothing. If a step does not use a trainable param, its
+    gradient is zero on every rank, and the optimizer steps it with that zero.
 
     Args:
-        module: The module to train; its params are re-pointed into buffers.
+        module: The module to train. Its params become views into buffers.
         config: Stage, numerics and layout.
-        group: The ranks that train together. With redundancy, the result of
-            `build_redundancy_groups`: also this rank's shard group and replica group.
+        group: The ranks that train together. With redundancy, pass the result of
+            `build_redundancy_groups`, which adds this rank's shard group and replica group.
         kind_of: Returns a param's kind, such as `dense` or `expert`. Default: all are `dense`.
-        kind_groups: By kind: the groups of params that only some ranks of `group` hold, such as
-            experts, from `build_expert_groups`. All ranks hold a kind without an entry. The groups
-            must lie inside `group`, and every rank must hold a param of each such kind.
-        buffer_of: Returns a number for a name. Params with different numbers share no buffer, such
-            as params of different param groups. Default: separate buffers by kind and dtype only.
-        broadcast_params: True to replace params and module buffers by those of group rank 0.
-            False if the caller guarantees equal bits on every rank.
+        kind_groups: Groups for kinds that only some ranks hold, such as experts; see
+            `build_expert_groups`. All ranks hold the other kinds. The groups must lie inside
+            `group`, and every rank must hold a param of each kind listed here.
+        buffer_of: Returns a number for a param name. Params with different numbers share no buffer;
+            use it to separate param groups. Default: separate buffers by kind and dtype only.
+        broadcast_params: True to copy params and module buffers from group rank 0. Pass False only
+            if all ranks already have equal bits.
         seams: Alternative parts.
 
     Raises:
         ModelError: If the module cannot be trained; see `find_trainable_params`.
-        LayoutError: If the config asks for a layout that cannot exist.
+        LayoutError: If the config asks for an impossible layout.
         UsageError: If a group is missing, has the wrong ranks, or does not contain this process.
     """
 
@@ -81,7 +81,7 @@ class DistributedDataParallel:
     cast: PlainCast
     """Conversion from masters to working params."""
     divisor: Tensor  # 0D fp32
-    """Divisor of the gradients: the step's count once known, the world size before."""
+    """Gradient divisor: the step's count once known, the world size before."""
     step_count: StepCount
     grad_schedule: GradSchedule
     param_schedule: ParamSchedule
@@ -117,7 +117,7 @@ class DistributedDataParallel:
             buffer_of=buffer_of,
         )
         if broadcast_params:
-            # After the params moved into their buffers: before, each would be in memory twice.
+            # After the params moved into their buffers, or each would be in memory twice.
             for tensors, holders in find_replicated_tensors(
                 module, buffers=self.buffers, holders=self.holders
             ):
@@ -125,7 +125,7 @@ class DistributedDataParallel:
         for buffer in self.buffers:
             # After the broadcast, so that shards are cut from the first rank's values.
             buffer.shard_params()
-        # One tensor for the whole run; step_count.fix() overwrites it in each step.
+        # The same tensor for the whole run; step_count.fix() overwrites it in each step.
         self.divisor = build_divisor(size_and_rank(dense.group)[0], device=self.buffers[0].device)
         self.step_count = seams.step_count(config, group=dense.group, divisor=self.divisor)
         self._grads_reduced = False
@@ -146,35 +146,35 @@ class DistributedDataParallel:
 
     @property
     def rank(self) -> int:
-        """This rank inside the group."""
+        """This process's group rank."""
         return size_and_rank(self.group)[1]
 
     @property
     def grads_reduced(self) -> bool:
-        """True if the buffers contain sums over ranks, False for this rank's own gradients."""
+        """True if the buffers contain sums over ranks, False if only this rank's gradients."""
         return self._grads_reduced
 
     @property
     def micro_batches(self) -> int:
-        """Number of micro-batches of this step that have ended."""
+        """Number of micro-batches ended in this step."""
         return self.step_count.micro_batches
 
     def add_rows(self, rows: int) -> None:
-        """Count rows of this rank's micro-batch, for `divide_by="tokens"`.
+        """Count rows in this rank's micro-batch, for `divide_by="tokens"`.
 
-        Call it before the end of the last micro-batch. If buckets are reduced during backward and
-        divided before the sum, call it before `begin_last_micro_batch`, which takes the count.
+        Call it before the last micro-batch ends. If buckets are reduced during backward and divided
+        before the sum, call it before `begin_last_micro_batch`, which needs the count.
 
         Raises:
-            UsageError: If `rows` is not a count, or comes too late.
+            UsageError: If `rows` is not a count, or the step's rows were summed already.
         """
         self.step_count.add_rows(rows)
 
     def begin_last_micro_batch(self, *, count: int | Tensor | None = None) -> None:
-        """Announce that the next backward completes the gradients, to reduce buckets during it.
+        """Announce the backward that completes the gradients, so that it can reduce buckets.
 
-        With sync="every", call it before each micro-batch. Without overlap_grads it is optional.
-        Either every rank calls it, or none.
+        With sync="every", call it before each micro-batch. Without overlap_grads it is optional,
+        but either every rank must call it, or none.
 
         Args:
             count: See `finish_grad_sync`.
@@ -189,19 +189,19 @@ class DistributedDataParallel:
                 "expected end_micro_batch() or finish_grad_sync() after begin_last_micro_batch(), "
                 "got a second begin_last_micro_batch(). End the micro-batch first."
             )
-        # A division before the sum needs the divisor now: the first bucket leaves during backward.
+        # A division before the sum needs the divisor now: backward issues the first bucket.
         if count is not None or (schedule.sums_in_backward and self.config.divides_before_sum):
             self.step_count.fix(count, last=self.config.sync == "last")
         schedule.begin()
 
     def end_micro_batch(self, last: bool, *, count: int | Tensor | None = None) -> None:
-        """End a micro-batch. Sums gradients over the ranks if it is the last, or sync="every".
+        """End a micro-batch. If it is the last, or sync="every", sum gradients over the ranks.
 
-        Every rank must call it, even without any gradient: the collectives follow from the layout
-        alone, not from the gradients that arrived.
+        Every rank must call it, even without any gradient, because the collectives follow from the
+        layout alone.
 
         Args:
-            last: True for the last micro-batch of the step.
+            last: True for the step's last micro-batch.
             count: See `finish_grad_sync`.
 
         Raises:
@@ -210,7 +210,7 @@ class DistributedDataParallel:
         """
         self._require_own_grads("end_micro_batch")
         is_summed = last or self.config.sync == "every"
-        # First, because at stage 3 it closes units, whose gradients are summed below.
+        # First, because at stage 3 it closes units, and the sum below issues them.
         self.param_schedule.finish_backward()
         if not last and count is not None and not (is_summed and self.config.divides_before_sum):
             raise UsageError(
@@ -218,7 +218,7 @@ class DistributedDataParallel:
                 f"last=False. Pass it with last=True."
             )
         if is_summed:
-            # A division after the sum needs the count only at the end of the step.
+            # A division after the sum needs the count only when the step ends.
             if self.config.divides_before_sum or count is not None:
                 self.step_count.fix(count, last=last)
             self._sum_over_ranks()
@@ -231,20 +231,20 @@ class DistributedDataParallel:
                 "sync='last', got last=False, but its gradients are being reduced already."
             )
         if last:
-            # After the sums, because ranks get here with different numbers of buckets issued: an
-            # earlier collective could pair with another one on a faster rank.
+            # After the sums, because before them ranks may have issued different numbers of
+            # buckets, so this collective could pair with a bucket's on a faster rank.
             self.step_count.fix(count, last=True)
         self.step_count.end_micro_batch(last=last)
         self._grads_reduced = last
 
     def finish_grad_sync(self, *, count: int | Tensor | None = None) -> None:
-        """Sum the accumulated gradients over the ranks, once a step, after the last backward.
+        """Sum the accumulated gradients over the ranks, once per step, after the last backward.
 
-        Same as `end_micro_batch(last=True)`. A step of one micro-batch needs no other call.
+        Same as `end_micro_batch(last=True)`. A step with a single micro-batch needs no other call.
 
         Args:
-            count: Divisor of the gradients: a positive integer, the same on every rank. None for
-                the world size, or the count named by `divide_by`.
+            count: Gradient divisor: a positive integer, equal on every rank. None for the world
+                size, or the count selected by `divide_by`.
 
         Raises:
             UsageError: If the gradients are sums already, or the count is unusable.
@@ -270,13 +270,13 @@ class DistributedDataParallel:
         """Start to gather new working params from their owners; a collective.
 
         With overlap_params it returns at once, and each module waits for its own params before its
-        forward. Otherwise it returns after completion. No-op at stage 0. At stage 3 it only
-        reshards, because params are gathered on use.
+        forward. Otherwise it waits for completion. No-op at stage 0. At stage 3 it only reshards,
+        because modules gather params on use.
         """
         self.param_schedule.start()
 
     def gather_params(self) -> None:
-        """Gather new working params from their owners and wait, with any overlap setting."""
+        """Gather new working params from their owners and wait, even with overlap_params."""
         self.param_schedule.gather()
 
     def finish_param_gather(self) -> None:
@@ -284,9 +284,9 @@ class DistributedDataParallel:
         self.param_schedule.finish()
 
     def whole_params(self) -> dict[str, Tensor]:
-        """Return all unsharded working params of this rank; a collective if they are sharded.
+        """Return all working params, unsharded; a collective if they are sharded.
 
-        For inspection between steps, after `finish_param_gather`. Sharded params are copied.
+        Meant for inspection between steps, after `finish_param_gather`. Sharded params are copied.
         """
         copies = {
             param: copy for buffer in self.buffers for param, copy in buffer.whole_params().items()
@@ -294,9 +294,9 @@ class DistributedDataParallel:
         return {name: copies.get(param, param.detach()) for name, param in self.params.items()}
 
     def unwrap(self) -> nn.Module:
-        """Return the module without hooks and gradients, each param in its own contiguous memory.
+        """Remove hooks and gradients, move each param to its own memory, and return the module.
 
-        A collective if params are sharded. Afterwards do not use this object or its optimizer.
+        A collective if params are sharded. Do not use this wrapper or its optimizer afterwards.
 
         Raises:
             UsageError: If a micro-batch was begun as the last and not ended.
@@ -307,7 +307,7 @@ class DistributedDataParallel:
         whole = self.whole_params()
         for handle in self._handles:
             handle.remove()
-        # Clones, because the params are views of buffers that would otherwise stay alive.
+        # Clones, because views would keep the buffers alive.
         for name, param in self.params.items():
             param.data = whole[name].clone(memory_format=torch.contiguous_format)
             param.grad = None
@@ -335,10 +335,10 @@ class DistributedDataParallel:
         yield from self.param_schedule.handles
         for buffer in self.buffers:
             for param in buffer.memory:
-                # A gradient from before the wrapping is not part of any step.
+                # A gradient from before the wrapping belongs to no step.
                 param.grad = None
-                # Weak references: the garbage collector does not see through torch's gradient
-                # hooks, so a reference cycle through one of them would leak the buffers.
+                # Weak references, because the garbage collector does not see through torch's
+                # gradient hooks: a reference cycle through a hook would leak the buffers.
                 hook = partial(_accumulate, weakref.ref(self), weakref.ref(buffer))
                 yield param.register_post_accumulate_grad_hook(hook)
 
@@ -349,7 +349,7 @@ class DistributedDataParallel:
         self.grad_schedule.finish()
 
     def _require_own_grads(self, call: str) -> None:
-        # unwrap() clears the hooks, and a wrapped module has one for each param.
+        # A wrapped module has a hook for each param, until unwrap().
         if not self._handles:
             raise UsageError(
                 f"expected a wrapped module, got {call}() after unwrap(). "
@@ -363,7 +363,7 @@ class DistributedDataParallel:
             )
 
     def _accumulate(self, memory: ParamMemory, param: Tensor) -> None:
-        """Add a new gradient to the buffer. Runs in backward, once for each param."""
+        """Add a new gradient to the buffer; runs in backward."""
         grad = param.grad
         assert grad is not None
         if self._grads_reduced:
@@ -379,8 +379,7 @@ class DistributedDataParallel:
                 f"Set sparse=False in its module."
             )
         assert isinstance(param, nn.Parameter)
-        # All checks come before the gradient is added, so that a refusal leaves the buffer
-        # unchanged.
+        # All checks come first, so that a refusal leaves the buffer unchanged.
         self.grad_schedule.check_open(param, name=memory.name)
         self.param_schedule.check_read(param, name=memory.name)
         self.grad_schedule.take(memory)

@@ -1,4 +1,4 @@
-"""Division by a count, correctly rounded on every device."""
+"""Division by a count, with correct rounding on every device."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def build_divisor(count: int, *, device: torch.device) -> Tensor:
     Raises:
         UsageError: See `set_divisor`.
     """
-    # A tensor, not a Python number: on CUDA, torch divides by a number by multiplying with its
-    # rounded reciprocal. This is wrong in the last bit unless `count` is a power of two.
+    # A tensor, because on CUDA torch divides by a Python number by multiplying with its rounded
+    # reciprocal. This can be wrong in the last bit unless `count` is a power of two.
     divisor = torch.empty((), dtype=torch.float32, device=device)  # 0D
     set_divisor(divisor, count)
     return divisor
 
 
 def set_divisor(divisor: Tensor, count: int) -> None:
-    """Overwrite a divisor in place, so that all its holders get the new count.
+    """Overwrite a divisor in place, so that all users of the tensor get the new count.
 
     Args:
         divisor: 0D fp32, from `build_divisor`.
@@ -37,8 +37,8 @@ def set_divisor(divisor: Tensor, count: int) -> None:
             f"expected to divide gradients by at least 1, got a count of {count}. "
             f"Give some rank a row, and call add_rows() for each micro-batch."
         )
-    # On the host, without a device sync: fp32 represents an integer if 24 bits hold all but its
-    # trailing zeros.
+    # On the host, to avoid a device sync. fp32 represents an integer if it fits into 24 bits
+    # without its trailing zeros.
     if (count // (count & -count)).bit_length() > 24:
         raise UsageError(
             f"expected a count that fp32 can represent, such as any integer up to 2**24, got "
@@ -48,11 +48,11 @@ def set_divisor(divisor: Tensor, count: int) -> None:
 
 
 def scale_before_sum_(values: Tensor, divide: Divide, *, divisor: Tensor) -> None:
-    """Apply the division before the sum to a rank's own gradients, in place.
+    """Divide a rank's own gradients in place, if `divide` does so before the sum.
 
     Args:
         values: Any shape, fp32, bf16 or fp16.
-        divide: The config's `divide`. No-op for `post`, which divides after the sum, and `none`.
+        divide: The config's `divide`. No-op for `none` and for `post`, which divides after the sum.
         divisor: 0D fp32, from `build_divisor`.
     """
     if divide == "pre":
@@ -62,7 +62,7 @@ def scale_before_sum_(values: Tensor, divide: Divide, *, divisor: Tensor) -> Non
 
 
 def divide_(values: Tensor, *, divisor: Tensor) -> None:
-    """Divide in place, each quotient rounded once to the dtype of `values`.
+    """Divide in place. Each quotient is rounded once, to the dtype of `values`.
 
     Args:
         values: Any shape, fp32, bf16 or fp16.
@@ -71,9 +71,9 @@ def divide_(values: Tensor, *, divisor: Tensor) -> None:
     if values.dtype is torch.float32:
         values.div_(divisor)
         return
-    # 16 bits cannot represent every count (256 for 257 in bf16, 2048 for 2049 in fp16), so compute
-    # the quotient in fp32. The double rounding is exact up to a count of 2**12: a tie of fp16 has
-    # 12 bits (of bf16 9), so its product with the count fits into 24, and fp32 never rounds a
+    # 16-bit dtypes cannot represent every count (bf16 rounds 257 to 256, fp16 2049 to 2048), so
+    # compute the quotient in fp32. Rounding twice is exact up to a count of 2**12: an fp16 tie has
+    # 12 bits (bf16: 9), so its product with the count fits into 24 bits, and fp32 never rounds a
     # quotient onto a tie.
     values.copy_(values.to(torch.float32).div_(divisor))
 

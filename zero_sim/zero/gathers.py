@@ -1,15 +1,15 @@
 """Param schedules: when params are gathered, and when unsharded params are freed.
 
 [Note: one order of gathers and reductions]
-If params are also gathered during backward, reductions must not wait for gradients: ranks with
-different gradients would then reduce between different gathers. So a unit is ready when backward
-has passed every module that uses it. This is the same point on all ranks that call the same modules
-in the same order, because autograd evaluates nodes in reverse order of creation. Ranks must do
-that, as with any engine that gathers params on use.
+If params are also gathered during backward, reductions must not wait for gradients, because ranks
+with different gradients would reduce between different gathers. So a unit is ready when backward
+has passed every module that uses it. Autograd evaluates nodes in reverse order of creation, so this
+point is the same on all ranks, if they call the same modules in the same order. Any engine that
+gathers params on use has this requirement.
 
-Ranks with different experts may have different numbers of expert units between the dense ones. So
-prefetched units and the kept last unit are counted per group of ranks. A reduction that ends with
-another call in its group ends before a gather in that group (`before_gather`).
+Ranks with different experts may have different numbers of expert units between dense units. So
+prefetched units, and the last unit that is not resharded, are counted per shard group. If a
+reduction ends with a second call, it ends before the next gather in its group (`before_gather`).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from zero_sim.zero.unit import Unit
 
 
 class StayWhole:
-    """Unsharded params that stay; if their state is sharded, owners send new values after a step.
+    """Resident params. If the state is sharded, they are gathered from their owners after a step.
 
     Args:
         wrapped: The module, with the units to gather.
     """
 
     handles: list[RemovableHandle]
-    """Hooks on modules, until `unwrap`."""
+    """Handles for hooks on modules, which `unwrap` removes."""
 
     def __init__(self, wrapped: Wrapped) -> None:
         self._units = wrapped.units
@@ -48,11 +48,11 @@ class StayWhole:
         self.handles = []
 
     def start(self) -> None:
-        """Send the owners' new values to every rank, or start to."""
+        """Start to gather new values from their owners. Here it also waits."""
         self.gather()
 
     def gather(self) -> None:
-        """Send the owners' new values to every rank, and wait."""
+        """Gather new values from their owners, and wait."""
         for buffer in self._gathered:
             buffer.allgather_params()
 
@@ -60,14 +60,14 @@ class StayWhole:
         """Wait for all gathers in flight."""
 
     def check_read(self, param: nn.Parameter, *, name: str) -> None:
-        """Refuse a gradient of a param whose forward read an old value, or none."""
+        """Refuse a gradient if forward read an old value of the param, or a placeholder."""
 
     def finish_backward(self) -> None:
         """End a backward."""
 
 
 class UnderForward(StayWhole):
-    """Gathers all units in the background; each module waits for its own before its forward.
+    """Gathers all units in the background; each module waits for its own units before forward.
 
     Args:
         wrapped: The module to put hooks on, with its units in the order of their gathers.
@@ -78,19 +78,19 @@ class UnderForward(StayWhole):
         unit_of = self._unit_of
         users = find_users(wrapped.module)
         for user, params in users.items():
-            # A dict as an ordered set: units in the order of the module's params.
+            # A dict as an ordered set: units in the same order as the module's params.
             needed = {unit_of[param]: None for param in params if param in unit_of}
             if user is not None and needed:
                 hook = partial(self._before_forward, tuple(needed))
                 self.handles.append(user.register_forward_pre_hook(hook))
-        # No hook fires before the use of these params, so start() waits for them.
+        # No hook fires before these params are used, so start() waits for them.
         self._unguarded = {unit_of[param] for param in users.get(None, ()) if param in unit_of}
 
     def start(self) -> None:
-        """Issue the gathers."""
+        """Issue all gathers."""
         for unit in self._units:
             unit.start_gather()
-        # A second loop, so that all gathers are issued before the first wait.
+        # A second loop, so that the first wait follows all gathers.
         for unit in self._units:
             if unit in self._unguarded:
                 unit.finish_gather()
@@ -101,10 +101,10 @@ class UnderForward(StayWhole):
             unit.finish_gather()
 
     def check_read(self, param: nn.Parameter, *, name: str) -> None:
-        """Refuse a gradient of a param without a wait for its gather: forward read an old value.
+        """Refuse a gradient if forward read the param's old value.
 
         Raises:
-            ModelError: If the gather of the param is still in flight.
+            ModelError: If the param's gather is still in flight.
         """
         unit = self._unit_of.get(param)
         if unit is not None and unit.gathering:
@@ -121,21 +121,22 @@ class UnderForward(StayWhole):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Use:
-    """One call of a module in a forward with gradients."""
+    """A module call, in a forward with gradients."""
 
     start: int
     stop: int
-    """Half-open, counted in starts and ends of calls since the last micro-batch ended."""
+    """Half-open ticks. Each start or end of a call is a tick, counted since the last micro-batch
+    ended."""
     module: nn.Module
     needed: tuple[Unit, ...]
     runs_again: bool
-    """True if it ran without gradients, as under a reentrant checkpoint. If it has a backward, that
-    calls it again, and gathers."""
+    """True if the module ran without gradients, as under a reentrant checkpoint. Its backward, if
+    any, calls the module again, and this second call gathers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    """Position of a view of an unsharded param, saved by autograd in place of its memory."""
+    """The position of a view in unsharded params. Autograd saves it in place of the view."""
 
     unit: Unit
     offset: int
@@ -146,14 +147,15 @@ class _Kept:
 class OnUse(StayWhole):
     """Sharded params: gathered before a module uses them, and resharded afterwards.
 
-    In a forward a unit is resharded after the last module that uses it. Backward gathers a unit
-    before the first module that needs it, and reshards it after the last. See [Note: one order of
-    gathers and reductions].
+    Forward reshards a unit after the last module that uses it. Backward gathers a unit before the
+    first module that needs it, and reshards it after the last. See [Note: one order of gathers and
+    reductions].
 
     Args:
-        wrapped: The module to put hooks on. Its config has the number of further units to prefetch
-            per group of ranks, in both directions, when a module uses a unit.
-        grads: The gradient schedule; it reduces a unit once no further gradient of it can arrive.
+        wrapped: The module to put hooks on. When a module uses a unit, the next `config.prefetch`
+            units in its shard group are gathered too.
+        grads: The gradient schedule. It is called to close a unit once no further gradient can
+            arrive.
 
     Raises:
         ModelError: If some params belong to no module with a forward.
@@ -167,21 +169,21 @@ class OnUse(StayWhole):
         self._of_group: dict[dist.ProcessGroup | None, list[Unit]] = {}
         for unit in self._units:
             self._of_group.setdefault(unit.group, []).append(unit)
-        # Backward starts with the last unit, so resharding it after forward would only cost a
-        # second gather. One such unit for each group of ranks.
+        # Backward starts with the last unit in each group, so resharding it after forward would
+        # only cost a second gather.
         last = [units[-1] for units in self._of_group.values()]
         self._kept = frozenset(last if wrapped.config.reshard_after_forward else units)
         self._users: dict[Unit, set[nn.Module]] = {unit: set() for unit in units}
-        # Modules of this forward that have not run yet, by unit.
+        # Modules that have not run yet in this forward, by unit.
         self._pending: dict[Unit, set[nn.Module]] = {}
-        # Starts and ends of module calls so far: the clock of `_Use` and `_first_use`.
+        # Starts and ends of module calls so far: the clock for `_Use` and `_first_use`.
         self._tick = 0
-        # Starts of the modules that run now, the outermost first.
+        # Start ticks of the modules that run now, outermost first.
         self._starts: list[int] = []
-        # Uses of this forward, in order of their ends, until backward has passed them.
+        # Uses in this forward, ordered by end, until backward has passed them.
         self._uses: list[_Use] = []
-        # Start of each unit's first use. Once backward has passed it, no gradient of the unit
-        # follows.
+        # Start tick of each unit's first use. Once backward has passed it, the unit gets no further
+        # gradient.
         self._first_use: dict[Unit, int] = {}
         self._in_backward = False
         self._saving: saved_tensors_hooks | None = None
@@ -207,23 +209,23 @@ class OnUse(StayWhole):
                 partial(f, needed) for f in (self._before_forward, self._after_forward)
             )
             self.handles.append(user.register_forward_pre_hook(before))
-            # always_call: if the forward raises, its units are resharded all the same.
+            # always_call, so that units are resharded even if the forward raises.
             self.handles.append(user.register_forward_hook(after, always_call=True))
 
     def gather(self) -> None:
-        """Reshard all units, because their values are old; each is gathered on use."""
+        """Reshard all units, because their values are old. Modules gather them on use."""
         self.free_all()
 
     def free_all(self) -> None:
-        """Reshard all units: their owners have new values, or a step starts again."""
+        """Reshard all unsharded units."""
         for unit in self._units:
             unit.finish_gather()
             if unit.param_state is ParamState.WHOLE:
                 unit.free_params()
 
     def finish_backward(self) -> None:
-        """End backward: close all units, including those of modules it did not reach here."""
-        # Other ranks may have reached units that this rank did not, so they are all reduced.
+        """End backward: close all units, even if backward on this rank did not reach them."""
+        # Other ranks may have reached more units, so every rank must reduce all of them.
         self._unwind(len(self._uses))
         for unit in self._units[::-1]:
             self._end_gradients(unit)
@@ -233,10 +235,10 @@ class OnUse(StayWhole):
         self.free_all()
 
     def check_read(self, param: nn.Parameter, *, name: str) -> None:
-        """Refuse a gradient of a param that no module gathered: forward read no value of it.
+        """Refuse a gradient if no module gathered the param, so forward read a placeholder.
 
         Raises:
-            ModelError: If the params of its unit are not in memory.
+            ModelError: If no forward since the last micro-batch used the param's unit.
         """
         unit = self._unit_of.get(param)
         if unit is not None and unit not in self._first_use:
@@ -249,7 +251,7 @@ class OnUse(StayWhole):
     def _before_forward(
         self, needed: tuple[Unit, ...], module: nn.Module, args: tuple[object, ...]
     ) -> None:
-        # The outermost forward starts here, unless backward runs a checkpointed block again.
+        # The outermost forward starts here, unless backward is running a checkpointed block again.
         if not self._starts and not self._in_backward:
             self._pending = {unit: set(users) for unit, users in self._users.items()}
             if torch.is_grad_enabled():
@@ -274,15 +276,15 @@ class OnUse(StayWhole):
         self._tick += 1
         for unit in needed:
             unit.leave()
-        # A block run again in backward: its uses were recorded in forward. Keep its params, since
-        # its backward follows at once.
+        # A checkpointed block ran again in backward. Its uses were recorded in forward. Keep its
+        # params, because its backward follows at once.
         if self._in_backward:
             self._watch_again(module, output)
             return
         for unit in needed:
             self._pending[unit].discard(module)
-        # A reentrant checkpoint runs modules without gradients, and again in backward with them.
-        # Inside an outer forward with gradients, such a use may have a backward.
+        # A reentrant checkpoint runs modules without gradients, and again in backward with
+        # gradients. So a use without gradients may have a backward if an outer forward has some.
         has_backward = torch.is_grad_enabled() or self._saving is not None
         if has_backward:
             use = _Use(start, self._tick, module, needed, not torch.is_grad_enabled())
@@ -291,7 +293,7 @@ class OnUse(StayWhole):
                 self._first_use[unit] = min(start, self._first_use.get(unit, start))
             on_gradients_of(output, partial(self._before_backward, use))
         is_outermost = not self._starts
-        # After the outermost forward even units of modules that never ran are resharded.
+        # After the outermost forward, reshard even units whose modules never ran.
         for unit in self._units if is_outermost else needed:
             if is_outermost or not self._pending[unit]:
                 self._leave(unit, has_backward=has_backward)
@@ -300,7 +302,7 @@ class OnUse(StayWhole):
             self._saving = None
 
     def _leave(self, unit: Unit, *, has_backward: bool) -> None:
-        # Kept units are resharded by the end of their own backward.
+        # Backward reshards the kept units when it has passed them.
         if has_backward and unit in self._kept:
             return
         unit.finish_gather()
@@ -308,7 +310,7 @@ class OnUse(StayWhole):
             unit.free_params()
 
     def _watch_again(self, module: nn.Module, output: object) -> None:
-        """Watch the output of a module that ran without gradients and runs again in backward."""
+        """Watch the output of a module that backward runs again, under a reentrant checkpoint."""
         for use in self._uses[::-1]:
             if use.module is module and use.runs_again:
                 on_gradients_of(output, partial(self._before_backward, use))
@@ -316,18 +318,18 @@ class OnUse(StayWhole):
 
     def _before_backward(self, use: _Use, grad: Tensor) -> None:
         self._in_backward = True
-        # Modules whose outputs got no gradient are skipped: unwind past them as well.
-        # Only an output's first gradient unwinds. For later ones the use is gone already.
+        # Unwind past later modules too, because backward skips modules whose outputs got no
+        # gradient. Only a use's first gradient unwinds; afterwards the use is gone.
         later = [index for index, each in enumerate(self._uses) if each is use]
         if later:
             self._unwind(len(self._uses) - later[0])
 
     def _unwind(self, count: int) -> None:
-        """Pass the last `count` uses of the forward, in reverse, with or without gradients."""
+        """Pass forward's last `count` uses in reverse, with or without gradients."""
         for _ in range(count):
             use = self._uses.pop()
-            # Autograd has evaluated every node created after this use, so units first used later
-            # get no further gradients.
+            # Autograd has evaluated every node created after this use, so units that were first
+            # used later get no further gradients.
             for unit in self._units[::-1]:
                 if self._first_use.get(unit, -1) >= use.stop:
                     self._end_gradients(unit)
@@ -345,18 +347,18 @@ class OnUse(StayWhole):
     def _gather(self, needed: Sequence[Unit], *, ahead: Sequence[Unit]) -> None:
         for unit in (*needed, *ahead):
             if unit.is_sharded:
-                # Some sums end with a second call, which must precede the gather on all ranks.
+                # If a sum ends with a second call, it must precede the gather on all ranks.
                 self._grads.before_gather(unit.group)
                 unit.start_gather()
         for unit in needed:
             unit.finish_gather()
 
     def _after_in_forward(self, needed: Sequence[Unit]) -> Sequence[Unit]:
-        """Return the next units that this forward has not reached, to prefetch them."""
+        """Return units to prefetch: the next units that this forward has not reached."""
         if not needed or not self._prefetch or self._in_backward:
             return ()
         ahead: list[Unit] = []
-        # Counted per group: a prefetch in one group must not depend on units of another.
+        # Counted per group, because a prefetch must not depend on units in other groups.
         for group in dict.fromkeys(unit.group for unit in needed):
             line = self._of_group[group]
             first = max(line.index(unit) for unit in needed if unit.group is group) + 1
@@ -364,10 +366,10 @@ class OnUse(StayWhole):
         return ahead
 
     def _before_in_backward(self, needed: Sequence[Unit]) -> Sequence[Unit]:
-        """Return the next units that backward will reach, from the order of forward's uses."""
+        """Return units to prefetch: the next units that backward will reach."""
         if not needed or not self._prefetch:
             return ()
-        # Backward passes uses in reverse; only the first of a unit counts.
+        # Backward passes uses in reverse. Each unit counts once, at its first use in that order.
         coming = dict.fromkeys(unit for use in self._uses[::-1] for unit in use.needed)
         ahead: list[Unit] = []
         for group in dict.fromkeys(unit.group for unit in needed):
@@ -376,14 +378,14 @@ class OnUse(StayWhole):
         return ahead
 
     def _keep(self, tensor: Tensor) -> object:
-        """Save the position of a view of an unsharded param; the view would keep its memory."""
-        # Compare addresses, because autograd saves views of the unsharded memory, not the params.
+        """Replace a view of unsharded params by its position, so that the memory can be freed."""
+        # Compare addresses, because autograd saves views, not the params themselves.
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         for unit in self._units:
             whole = unit.params
             if whole is None:
-                # The placeholder of a sharded param is one element, see `absent`.
+                # A sharded param's placeholder is a single element, see `absent`.
                 if storage.nbytes() == tensor.element_size():
                     _check_present(unit, address)
             elif whole.untyped_storage().data_ptr() == address and whole.dtype == tensor.dtype:
@@ -393,8 +395,8 @@ class OnUse(StayWhole):
         return tensor
 
     def _restore(self, kept: object) -> Tensor:
-        """Return a saved view again, and gather its unit if no module has yet."""
-        # Autograd also saves other tensors, such as activations: these pass unchanged.
+        """Return a saved view again. Gather its unit first if no module has done so."""
+        # Other saved tensors, such as activations, pass unchanged.
         if not isinstance(kept, _Kept):
             assert isinstance(kept, Tensor)
             return kept
@@ -402,15 +404,15 @@ class OnUse(StayWhole):
         self._gather((kept.unit,), ahead=())
         whole = kept.unit.params
         assert whole is not None
-        # From the position, because the unit may be at another address than in forward.
+        # From the position, because the unit's address may differ from forward's.
         return whole.as_strided(kept.size, kept.stride, kept.offset)
 
 
 def _check_present(unit: Unit, address: int) -> None:
-    """Refuse a read of the placeholder of a sharded param.
+    """Refuse a read of a sharded param's placeholder.
 
     Raises:
-        ModelError: If the address is that of a placeholder of the unit.
+        ModelError: If `address` belongs to a placeholder in the unit.
     """
     for memory in unit.members:
         if memory.param.numel() and memory.param.data_ptr() == address:
@@ -433,7 +435,7 @@ def schedule_params(
     Args:
         wrapped: The module with its config.
         grads: The gradient schedule.
-        on_use: Class of the schedule for sharded params.
+        on_use: Schedule class for sharded params.
     """
     if wrapped.config.sharding.params:
         assert isinstance(grads, UnderBackward)

@@ -1,12 +1,12 @@
-"""Groups of ranks: shard groups, and replica groups with copies of a shard.
+"""Shard groups, and the replica groups that sum over them.
 
-With redundancy K, N ranks are split into K shard groups of N / K consecutive ranks. Each of them
-shards the whole state: its ranks reduce-scatter and gather among themselves. The K ranks with the
-same shard form a replica group, which sums the partial sums of the shard groups. With K = 2 and 6
+With redundancy K, N ranks are split into K shard groups of N / K consecutive ranks. Each shard
+group shards the whole state: its ranks reduce-scatter and gather among themselves. The K ranks with
+the same shard form a replica group, which adds the partial sums. For example, with K = 2 and 6
 ranks: shard groups 0 1 2 and 3 4 5, replica groups 0 3, 1 4 and 2 5.
 
-Params of some kinds may be on some of the ranks only. Those ranks form the same groups for them as
-all ranks do for dense params, replicas included.
+Some kinds of params, such as experts, may be on some ranks only. These ranks are then split into
+shard groups and replica groups in the same way.
 """
 
 from __future__ import annotations
@@ -32,24 +32,23 @@ _KEEP_RANK_ORDER: dict[str, Any] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KindGroups:
-    """The groups that sum, shard and replicate params of one kind."""
+    """The groups that sum, shard and replicate one kind of params."""
 
     group: dist.ProcessGroup
     """All ranks that hold these params."""
     shard_group: dist.ProcessGroup | None = None
-    """The ranks with one shard each: `group` without redundancy. None if each rank holds
-    everything."""
+    """This rank's shard group, which is `group` without redundancy. None at stage 0."""
     replica_group: dist.ProcessGroup | None = None
-    """The ranks with the same shard; None without replicas."""
+    """The ranks with this rank's shard; None without replicas."""
 
 
 KindOf = Callable[[str, Tensor], str]
-"""Returns the kind of a param, trained or not, or of a module buffer, from its name and the tensor.
-Params of different kinds share no buffer."""
+"""Returns the kind for the name and tensor of a param (trained or not) or a module buffer. Params
+of different kinds share no flat buffer."""
 
 
 def all_dense(name: str, tensor: Tensor) -> str:
-    """Return `dense`, the kind of every param of a model without experts."""
+    """Return `dense`, the kind of all params in a model without experts."""
     return "dense"
 
 
@@ -66,23 +65,22 @@ class Holders:
     """Kind of each trained param, by name."""
 
     def groups_of(self, kind: str) -> KindGroups:
-        """Return the groups that sum, shard and replicate params of a kind."""
+        """Return the groups that sum, shard and replicate a kind of params."""
         return self.parts.get(kind, self.dense)
 
     def are_all(self, kind: str) -> bool:
-        """True if all ranks hold the params of a kind."""
-        # Kinds without an entry are on all ranks.
+        """Return True if all ranks hold the kind's params."""
         return kind not in self.parts
 
     def owners_of(self, kind: str) -> dist.ProcessGroup | None:
-        """Return the ranks with one shard of a kind each; None if each rank owns everything."""
+        """Return the shard group of a kind; None if each rank owns everything."""
         return self.groups_of(kind).shard_group
 
     def is_first_copy(self, kind: str) -> bool:
-        """True if this rank holds the first replica of its shard of a kind.
+        """Return True if this rank holds the first replica of its shard.
 
-        Every element is in the first replica exactly once, on one rank: the first rank of the
-        kind's group if nothing is sharded; with redundancy, some rank of its first shard group.
+        The first replica contains each element exactly once: on the kind's first rank at stage 0,
+        else on the ranks in its first shard group.
         """
         replicas = self.groups_of(kind).replica_group
         return replicas is None or replicas.rank() == 0
@@ -91,7 +89,7 @@ class Holders:
 def build_redundancy_groups(group: dist.ProcessGroup, *, redundancy: int) -> KindGroups:
     """Split a group into shard groups and replica groups.
 
-    Every rank of `group` must call it, at the same point among its `new_group` calls.
+    Every rank in `group` must call it, at the same point among its `new_group` calls.
 
     Args:
         group: The ranks that train together, in the order to split them.
@@ -101,7 +99,7 @@ def build_redundancy_groups(group: dist.ProcessGroup, *, redundancy: int) -> Kin
         The group with this rank's shard group and replica group: `group` itself and None if K = 1.
 
     Raises:
-        LayoutError: If the shard groups would not be equally large.
+        LayoutError: If K does not divide the number of ranks.
         UsageError: If `group` is None or does not contain this process.
     """
     world_size, rank = size_and_rank(group)
@@ -121,7 +119,7 @@ def build_redundancy_groups(group: dist.ProcessGroup, *, redundancy: int) -> Kin
 
 
 def split_ranks(world_size: int, *, redundancy: int) -> int:
-    """Return the number of ranks that shard together, N / K.
+    """Return the number of ranks per shard group, N / K.
 
     Raises:
         LayoutError: If `redundancy` does not divide `world_size`.
@@ -137,13 +135,13 @@ def split_ranks(world_size: int, *, redundancy: int) -> int:
 
 
 def new_groups(members: Sequence[Sequence[int]], *, own: int) -> dist.ProcessGroup:
-    """Create all groups, in one order on all ranks, and return the group of this rank.
+    """Create all groups, in the same order on all ranks, and return this rank's group.
 
     Args:
-        members: World ranks of each group; together all ranks that call this.
+        members: World ranks of each group; together all ranks that call this function.
         own: Index of this rank's group.
     """
-    # If some ranks of the world do not call this, new_group must not wait for them.
+    # If some world ranks do not call this function, new_group must not wait for them.
     is_part = sum(map(len, members)) < dist.get_world_size()
     groups = [
         dist.new_group(list(ranks), use_local_synchronization=is_part, **_KEEP_RANK_ORDER)
@@ -157,10 +155,10 @@ def new_groups(members: Sequence[Sequence[int]], *, own: int) -> dist.ProcessGro
 def check_kind_groups(
     given: Mapping[str, KindGroups], *, within: dist.ProcessGroup, config: ZeroConfig
 ) -> dict[str, KindGroups]:
-    """Return the groups of each kind that only some ranks hold, with implied groups filled in.
+    """Check the groups of kinds that only some ranks hold, and fill in implied groups.
 
     Args:
-        given: By kind.
+        given: Groups by kind.
         within: All ranks that train together.
         config: Sharding and redundancy.
 
@@ -178,10 +176,10 @@ def check_kind_groups(
 
 
 def check_groups(given: KindGroups, *, config: ZeroConfig) -> KindGroups:
-    """Return the groups with implied ones filled in, after a check of their ranks.
+    """Check the ranks of the groups, and fill in implied groups.
 
     Args:
-        given: The groups; implied ones may be None.
+        given: The groups. Implied groups may be None.
         config: Sharding and redundancy.
 
     Raises:
@@ -192,7 +190,7 @@ def check_groups(given: KindGroups, *, config: ZeroConfig) -> KindGroups:
     size, rank = size_and_rank(group)
     shard_count = split_ranks(size, redundancy=redundancy)
     if not config.sharding.state:
-        # Every rank is its own shard group, and all of them are replicas.
+        # At stage 0 every rank is a shard group of its own, and all ranks are replicas.
         return KindGroups(group=group, replica_group=group)
     if redundancy == 1 and replica_group is None and shard_group is None:
         return KindGroups(group=group, shard_group=group)
@@ -205,7 +203,7 @@ def check_groups(given: KindGroups, *, config: ZeroConfig) -> KindGroups:
         ("shard_group", shard_group, (shard_count, rank % shard_count)),
         ("replica_group", replica_group, (redundancy, rank // shard_count)),
     ):
-        # A group that is None follows from the others, see below.
+        # A missing group follows from the others, see below.
         got = expected if subgroup is None else size_and_rank(subgroup)
         if got != expected:
             raise UsageError(

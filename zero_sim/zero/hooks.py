@@ -10,8 +10,8 @@ from torch import Tensor, nn
 def find_users(module: nn.Module) -> dict[nn.Module | None, list[nn.Parameter]]:
     """Return the params that each module's forward may read, by module.
 
-    These are its own params, and those of containers below it without a forward, such as
-    `nn.ParameterList`. None is the key of params without any module with a forward above them.
+    These are its own params, and the params of containers below it that have no forward, such as
+    `nn.ParameterList`. Params without a module with a forward above them are under the key None.
     """
     users: dict[nn.Module | None, list[nn.Parameter]] = {}
     seen: set[tuple[nn.Module, nn.Module | None]] = set()
@@ -33,24 +33,24 @@ def find_users(module: nn.Module) -> dict[nn.Module | None, list[nn.Parameter]]:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    # `nn.Module.forward` only raises. A forward may also be set on the instance.
+    # `nn.Module.forward` only raises. Some code sets a forward on the instance.
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def on_gradients_of(output: object, call: Callable[[Tensor], None]) -> None:
-    """Register `call` for the gradient of each tensor of a forward's output.
+    """Register `call` for the gradient of each tensor in a forward's output.
 
     Args:
         output: A module's output: a tensor, or tuples, lists and dicts of tensors.
         call: Receives the gradient. Not called for a tensor that is itself a param.
     """
-    # grad_fn is None for leaves: a returned param has no backward of this module.
+    # grad_fn is None for leaves. A param that a module returns has no backward in this module.
     for tensor in _tensors_in(output):
         if tensor.requires_grad and tensor.grad_fn is not None:
             tensor.register_hook(call)
 
 
-# Tensors inside other containers, such as dataclasses, are not found.
+# Does not look into other containers, such as dataclasses.
 def _tensors_in(output: object) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output

@@ -1,4 +1,4 @@
-"""Trained params of a module, and the conversion between masters and working params."""
+"""A module's trained params, and the conversion between masters and working params."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DTYPE_NAMES: Final = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
 }
-"""Trainable dtypes of params, with their names in a layout."""
+"""Trainable param dtypes, with their names in a layout."""
 
 
 class PlainCast:
     """Working params that are masters cast to the param's dtype."""
 
     dtype_names: ClassVar[Mapping[torch.dtype, str]] = DTYPE_NAMES
-    """Trainable dtypes of params, with their names in a layout."""
+    """Trainable param dtypes, with their names in a layout."""
 
     @classmethod
     def build(
@@ -34,26 +34,26 @@ class PlainCast:
         params: Mapping[str, nn.Parameter],
         holders: Holders,
     ) -> PlainCast:
-        """Return the cast of a model.
+        """Return the cast for a model.
 
         Args:
             module: The whole model.
             params: Its trainable params, by name.
-            holders: The ranks of each kind of params.
+            holders: The ranks that hold each kind of params.
         """
         return cls()
 
     def read(self, param: nn.Parameter, working: Tensor) -> Tensor:
-        """Return the weights that part of a working param represents."""
+        """Return the weights for a part of a working param."""
         return working
 
     def write_(self, param: nn.Parameter, working: Tensor, master: Tensor) -> None:
-        """Write a master to its part of a working param, rounded to the param's dtype."""
+        """Write a master to its part of a working param, rounded to the param dtype."""
         # copy_ rounds to nearest even, as torch's casts do.
         working.copy_(master)
 
     def prepare(self, masters: Callable[[], Iterable[tuple[nn.Parameter, Tensor]]]) -> None:
-        """Prepare to write masters. Every rank calls it, even one that owns nothing."""
+        """Prepare to write masters. Every rank calls it, even if it owns nothing."""
 
 
 def find_trainable_params(
@@ -61,15 +61,15 @@ def find_trainable_params(
 ) -> dict[str, nn.Parameter]:
     """Return the params with `requires_grad`, by name, in registration order.
 
-    A tied param appears once, under the first of its names.
+    A tied param appears once, under its first name.
 
     Args:
         module: The whole model.
         dtypes: Trainable dtypes.
 
     Raises:
-        ModelError: If no param is trainable, params are on two devices or share memory, or one is
-            of an unsupported dtype or layout, not materialized, or already wrapped.
+        ModelError: If no param is trainable, params are on two devices or share memory, or a param
+            has an unsupported dtype or layout, is not materialized, or is already wrapped.
     """
     # named_parameters() returns a tied param only once.
     params = dict(module.named_parameters())
@@ -78,17 +78,17 @@ def find_trainable_params(
 
 
 def find_grad_dtype(params: Mapping[str, nn.Parameter]) -> torch.dtype:
-    """Return the dtype of autograd's gradients for the params of one buffer.
+    """Return the dtype of autograd's gradients for the params in a buffer.
 
     Raises:
-        ModelError: If the params differ in it.
+        ModelError: If these dtypes differ.
     """
-    # param.grad_dtype overrides the default of a leaf, its own dtype; fp8 params need it.
+    # param.grad_dtype, which fp8 params need, overrides the default: the param's own dtype.
     by_dtype = {param.grad_dtype or param.dtype: name for name, param in params.items()}
     if len(by_dtype) > 1:
         found = ", ".join(f"{dtype} of {name!r}" for dtype, name in by_dtype.items())
         raise ModelError(
-            f"expected one dtype for the gradients of all params of a buffer, got "
+            f"expected one dtype for the gradients of all params in a buffer, got "
             f"{found}. Set the same param.grad_dtype for all, or grad_dtype='fp32'."
         )
     return next(iter(by_dtype))

@@ -1,19 +1,19 @@
-"""Naive ZeRO: the whole idea on one screen, slow and plain, equal bit for bit to the engine.
+"""Naive ZeRO: the whole idea on a single screen, slow and plain, equal bit for bit to the engine.
 
-All params form one long vector, and every rank owns an equal slice of it. Only the owner keeps the
-fp32 values and the optimizer state of a slice. A step is four lines:
+All params form a long vector, and every rank owns an equal slice of it. Only the owner keeps the
+slice's fp32 values and optimizer state. A step has four lines:
 
-    1. put this rank's gradients into one vector
+    1. put this rank's gradients into a vector
     2. reduce-scatter it: each rank gets the sum of its own slice over all ranks
     3. step the owned slice
     4. all-gather the slices, so that every rank has all params again
 
-This is stage 1. The engine works in buckets, so that each can move during the computation of the
-next. Stage 2 reduces a bucket as soon as backward has filled it and keeps only the owned slice, so
-the vector of line 1 is never complete. Stage 3 also keeps only its slice of the params: line 4
-comes before each forward and backward that needs a bucket, and is undone afterwards. Stage 0 is
-plain data parallelism: line 2 is an all-reduce, every rank owns everything, and line 4 is dropped.
-With redundancy, slices are per shard group, and a sum over the replicas follows line 2.
+This is stage 1. The engine works in buckets, so that a bucket can move while the next is computed.
+Stage 2 reduces a bucket as soon as backward has filled it and keeps only the owned slice, so the
+vector in line 1 is never complete. Stage 3 also keeps only a slice of the params: line 4 comes
+before each forward and backward that needs a bucket, and is undone afterwards. Stage 0 is plain
+data parallelism: line 2 is an all-reduce, every rank owns everything, and line 4 is dropped. With
+redundancy, slices are per shard group, and a sum over the replicas follows line 2.
 
 Source: ZeRO (arXiv 1910.02054), section 5.
 """
@@ -30,12 +30,12 @@ from zero_sim.zero.optimizer import OptimFactory
 
 
 class NaiveZero:
-    """Stage 1 of a module with params of one dtype.
+    """Stage 1 for a module whose params have equal dtypes.
 
     Args:
-        module: The module to train; the same on every rank.
+        module: The module to train; equal on every rank.
         group: The ranks that train together.
-        optim_factory: Builds the optimizer of one rank from its slice.
+        optim_factory: Builds a rank's optimizer from its slice.
     """
 
     master: nn.Parameter  # 1D fp32, this rank's slice of all params
@@ -55,19 +55,19 @@ class NaiveZero:
     @torch.no_grad()
     def step(self) -> None:
         """Update all params on every rank from all ranks' gradients, then drop the gradients."""
-        # A param without a gradient on this rank still takes part: others wait for the sum.
+        # A param without a gradient on this rank takes part too, because others wait for the sum.
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._params]
         # whole: 1D, padded to a multiple of the world size; reduced: 1D, one slice.
         whole = self._as_vector(grads)
         reduced = torch.empty_like(self._own_slice(whole))
         reduce_scatter_sum(reduced, whole, group=self._group)
-        # A tensor: some devices divide by a Python number as a product with its rounded reciprocal.
+        # A tensor, because CUDA divides by a Python number by multiplying with a reciprocal.
         self.master.grad = reduced.to(torch.float32) / reduced.new_full(
             (), self._world_size, dtype=torch.float32
         )
-        # The optimizer is elementwise, so a slice is stepped as in the whole vector.
+        # The optimizer is elementwise, so a slice is stepped as it would be in the whole vector.
         self.inner.step()
-        # `whole` has the right length and dtype, and its gradients are no longer needed.
+        # Reuse `whole`: it has the right length and dtype, and its gradients are no longer needed.
         all_gather(whole, self.master.to(whole.dtype), group=self._group)
         self._take(whole)
         for param in self._params:
@@ -79,7 +79,7 @@ class NaiveZero:
         return nn.functional.pad(flat, (0, -flat.numel() % self._world_size))
 
     def _own_slice(self, whole: Tensor) -> Tensor:
-        # [elements / world size]: `whole` is padded, so all chunks have one length.
+        # [elements / world size]: `whole` is padded, so all chunks are equally long.
         return whole.chunk(self._world_size)[self._rank]
 
     def _take(self, whole: Tensor) -> None:

@@ -1,12 +1,12 @@
-"""The norm of a gradient whose pieces are on many ranks, and clipping by it.
+"""The norm of a gradient whose pieces are on many ranks, and clipping.
 
-Ranks exchange sums of squares in fp64, and take one root of the total.
+Ranks exchange sums of squares in fp64, and take the root of the total.
 
-- A norm of norms would round each root and square it again. In fp32 this already loses about half
+- A norm of norms would round each root and square it again. In fp32, this is wrong for about half
   of all small integers.
-- A sum in fp32 would depend on the shard boundaries in its last bits, so the clipped gradient would
-  depend on the number of ranks. The square of an fp32 value is exact in fp64, and the sum has 29
-  spare bits before it is rounded to fp32. Boundaries only matter if the root is next to the middle
+- The last bits of an fp32 sum would depend on shard boundaries, so the clipped gradient would
+  depend on the number of ranks. In fp64 the square of an fp32 value is exact, and the sum has 29
+  spare bits before it is rounded to fp32. Boundaries only matter if the root is close to the middle
   between two fp32 numbers; the reference detects these cases.
 """
 
@@ -19,23 +19,22 @@ import torch
 from torch import Tensor
 
 _CHUNK_ELEMS = 1 << 20
-"""Number of elements that are in memory as fp64 at a time."""
+"""Maximum number of elements in memory as fp64 at a time."""
 
 
 def measure_grads(grads: Iterable[Tensor], *, device: torch.device) -> Tensor:
-    """Measure the gradients of one rank. The sum over owners is that of the whole gradient.
+    """Measure a rank's gradients. Sum the results over owners to measure the whole gradient.
 
     Args:
         grads: fp32, any shapes; every element once, without padding.
         device: Device of the result if there are no gradients.
 
     Returns:
-        1D fp64 `[sum of squares, number of zeros, overflows]`. The third is 1 if any element is
+        1D fp64 `[sum of squares, number of zeros, overflows]`. `overflows` is 1 if any element is
         infinite or NaN, else 0.
     """
-    # A separate entry for overflows, because a NaN in the first would compare as no overflow.
-    # fp64 counts exactly up to 2**53.
-    # Python's floats are fp64, and adding numbers is cheaper than adding 0D tensors.
+    # Overflows have an entry of their own, because comparisons with a NaN sum are always False.
+    # fp64 counts exactly up to 2**53. Python floats are fp64, and cheaper to add than 0D tensors.
     squares, zeros = 0.0, 0
     for flat in _chunks(grads):
         # 1D fp64, at most _CHUNK_ELEMS elements.
@@ -49,8 +48,8 @@ def measure_grads(grads: Iterable[Tensor], *, device: torch.device) -> Tensor:
 
 
 def _chunks(grads: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield all elements in 1D pieces: many small gradients in one, a large one in several."""
-    # Pieces of at most _CHUNK_ELEMS bound the memory of the fp64 copy.
+    """Yield all elements in 1D pieces: small gradients joined, large gradients split."""
+    # Pieces of at most _CHUNK_ELEMS limit the memory for the fp64 copy.
     gathered: list[Tensor] = []
     gathered_elems = 0
     for grad in grads:
@@ -78,7 +77,7 @@ def clip_by_norm_(grads: Iterable[Tensor], *, norm: Tensor, max_norm: float) -> 
         max_norm: Upper bound for the norm.
     """
     # Tensors, because torch divides a Python number by a tensor as a product with the rounded
-    # reciprocal, which gives other bits than a division.
+    # reciprocal, which gives different bits.
     bound, tiny, one = (torch.full_like(norm, value) for value in (max_norm, 1e-6, 1.0))
     coefficient = torch.minimum(one, bound / (norm + tiny))
     for grad in grads:

@@ -1,8 +1,8 @@
 """Optimizer state, sharded over ranks: the top layer of ZeRO.
 
-Each rank keeps fp32 masters and moments only for the fragments that it owns: all of them if nothing
-is sharded. An elementwise optimizer cannot distinguish a fragment from a param. So the updates of
-all fragments together are the update of the params.
+Each rank keeps fp32 masters and moments for its own fragments only; at stage 0 it owns all. An
+elementwise optimizer cannot distinguish a fragment from a param, so fragments can be stepped
+separately, with the same result.
 """
 
 from __future__ import annotations
@@ -26,30 +26,29 @@ from zero_sim.zero.norm import clip_by_norm_, clip_by_value_, measure_grads, roo
 from zero_sim.zero.refusals import Attached, check_groups, check_optimizer, check_state
 
 OptimFactory = Callable[[ParamsT], Optimizer]
-"""Builds the optimizer of one rank from its fp32 masters, or groups of them."""
+"""Builds a rank's optimizer from its fp32 masters, or from param groups of masters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepResult:
-    """The result of a step; the same on all ranks."""
+    """The result of a step; equal on all ranks."""
 
     norm: Tensor  # 0D fp32
-    """The norm of the gradient over all params but frozen ones, divided and unscaled but not
-    clipped. Each element counts once, for any number of replicas. With a model-parallel group, over
-    all parts of the model."""
+    """Gradient norm over all params that are not frozen, after division and unscaling, before
+    clipping. Replicas count once. With a model-parallel group it covers all model parts."""
     zeros: int
-    """Number of zero elements of that gradient."""
+    """Number of zero elements in that gradient."""
     skipped: bool
-    """True if a gradient overflowed under loss scaling, so that nothing was stepped."""
+    """True if a gradient overflowed under loss scaling, so nothing was stepped."""
     loss_scale: float | None
-    """The loss scale used in this step; None without a loss scaler."""
+    """Loss scale in this step; None without a loss scaler."""
 
 
 class LossScale(Protocol):
     """A loss scale that adapts to overflows."""
 
     scale: float
-    """Factor of the next loss, and divisor of its gradient."""
+    """Factor for the next loss, and divisor for its gradient."""
     growth_interval: int
     good_steps: int
 
@@ -58,14 +57,14 @@ class LossScale(Protocol):
         ...
 
     def update(self, *, found_inf: bool) -> None:
-        """Adapt the scale after a step with or without overflow."""
+        """Adapt the scale after a step, depending on overflow."""
 
 
 class AllAtOnce:
-    """A stepper that converts the gradients of all masters to fp32 at once.
+    """A stepper that converts all gradients to fp32 at once.
 
     Args:
-        optimizer: The optimizer of the masters.
+        optimizer: Holds the masters to step.
     """
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:
@@ -73,11 +72,11 @@ class AllAtOnce:
         self._grads: list[Tensor] = []
 
     def copy(self, reduced: Tensor) -> Tensor:
-        """Return a copy of a reduced gradient as fp32, 1D."""
+        """Return an fp32 copy of a reduced gradient, 1D."""
         return reduced.to(self._optimizer.state_device, torch.float32, copy=True)
 
     def measure(self, trained: list[Master]) -> tuple[Tensor, int, bool]:
-        """Return norm (0D fp32), zeros and overflow of all params, the same on all ranks."""
+        """Return norm (0D fp32), zeros and overflow over all params, equal on all ranks."""
         self._grads = [self._optimizer._upcast_grad(master) for master in trained]
         return self._optimizer._measure(trained, self._grads)
 
@@ -93,7 +92,7 @@ class AllAtOnce:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepSeams:
-    """The part at each seam of a step; by default the textbook's.
+    """Replaceable parts of a step; by default the textbook's.
 
     Example:
         DistributedOptimizer(ddp, optim_factory=make, seams=StepSeams(loss_scaler=LossScaler()))
@@ -104,33 +103,33 @@ class StepSeams:
     loss_scaler: LossScale | None = None
     """This rank's loss scaler. The caller scales each loss with it."""
     state_device: torch.device | None = None
-    """Device of masters, state and step, such as the CPU: reduced gradients are copied there, and
-    new params back. None for the device of the params."""
+    """Device for masters, optimizer state and the step, such as the CPU. Reduced gradients are
+    copied there, and new params back. None for the params' device."""
     model_parallel_group: dist.ProcessGroup | None = None
-    """For tensor or pipeline parallelism: the ranks at this rank's index in the groups of all model
-    parts. The norm is over all parts. An overflow in one part skips the step in all."""
+    """This rank's model-parallel group, for tensor or pipeline parallelism. The norm covers all
+    model parts, and an overflow in any part skips the step in all."""
     is_counted: Callable[[str], bool] = lambda name: True
-    """True, by name, if the norm and the zeros count a param on this rank. If several parts hold a
-    param, only one should count it. All are clipped alike."""
+    """Returns True if norm and zeros on this rank include the param with that name. If several
+    model parts hold a param, only one should count it. All are clipped alike."""
 
 
 class DistributedOptimizer:
     """An elementwise `torch.optim` optimizer over this rank's part of the params.
 
-    A step, after `ddp.finish_grad_sync()`: reduced gradient -> fp32 -> unscale, divide -> measure
+    A step follows `ddp.finish_grad_sync()`: reduced gradient -> fp32 -> unscale, divide -> measure
     over all ranks -> clip -> step the masters -> cast into the working params -> gather from the
-    owners. Params whose `requires_grad` is False during a step are skipped in all of it, and their
-    state does not change.
+    owners. A param whose `requires_grad` is False at the step is skipped throughout, and its state
+    does not change.
 
     Args:
         ddp: The module and its buffers.
-        optim_factory: Called once. Without `group_of`, with the list of owned fp32 masters, each
-            1D. With it, with one `{"params": [...], "group_index": i}` for each group, even if this
-            rank owns nothing of it; the factory adds the hyper-parameters of group i.
-        group_of: Returns the index of a param's group for its name.
-        clip_norm: Bound for the norm of the gradient over all params; None for no clipping.
-        clip_value: Bound for the magnitude of each element of it; None for no clipping.
-        elementwise: True if the caller guarantees that an optimizer of an unknown class is
+        optim_factory: Called once, with a list of this rank's fp32 masters, each 1D. With
+            `group_of`, the list contains `{"params": [...], "group_index": i}` for each group
+            instead, even if "params" is empty; the factory adds group i's hyper-parameters.
+        group_of: Returns the param group's index for a param name.
+        clip_norm: Upper bound for the gradient norm over all params; None for no clipping.
+        clip_value: Upper bound for each gradient element's magnitude; None for no clipping.
+        elementwise: True to accept an optimizer of unknown class. The caller guarantees that it is
             elementwise.
         seams: Alternative parts.
 
@@ -140,14 +139,14 @@ class DistributedOptimizer:
     """
 
     inner: Optimizer
-    """The rank's optimizer. If the rank owns nothing: with the same groups, all empty."""
+    """The rank's optimizer. If the rank owns nothing, its groups are empty."""
     state_device: torch.device
     master_shards: Mapping[tuple[int, int], Tensor]  # 1D fp32 each
-    """Masters by (buffer, bucket) index, as long as a shard, with zero padding; owned ones only."""
+    """This rank's masters by (buffer, bucket) index, each as long as a shard, zero-padded."""
     masters: tuple[Master, ...]
-    """One for each owned fragment, in buffer order; checkpoints write and overwrite them."""
+    """A master for each owned fragment, in buffer order. Checkpoints save and overwrite them."""
     base_lrs: list[object]
-    """Learning rate of each group before any factor."""
+    """Each group's learning rate before any factor."""
 
     def __init__(
         self,
@@ -179,7 +178,7 @@ class DistributedOptimizer:
 
     @property
     def loss_scaler(self) -> LossScale | None:
-        """This rank's loss scaler; None without one."""
+        """This rank's loss scaler, or None."""
         return self.seams.loss_scaler
 
     @torch.no_grad()
@@ -200,19 +199,19 @@ class DistributedOptimizer:
                 "Call ddp.finish_grad_sync() after the last backward and before step()."
             )
         trained = [master for master in self.masters if master.param.requires_grad]
-        # The scale of this step's losses: the stepper may convert gradients again after update().
+        # This step's scale, because the stepper may convert gradients again after update().
         self._scale_of_step = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
         norm, zeros, overflowed = self.stepper.measure(trained)
         loss_scale = None if self.loss_scaler is None else self._scale_of_step
         skipped = self.loss_scaler is not None and overflowed
         if self.loss_scaler is not None:
             self.loss_scaler.update(found_inf=overflowed)
-        # All ranks agree on the overflow, so either all of them gather or none.
+        # All ranks agree on the overflow, so either all gather or none.
         if not skipped:
             self.stepper.step(trained, norm=norm)
             # Before this rank waits for others, or the fp32 copies of all ranks would pile up.
             self.stepper.release()
-            # For any number of owned fragments: a rank without any takes part in the gather.
+            # On every rank, because a rank that owns nothing takes part in the gather too.
             self.ddp.start_param_gather()
         self.stepper.release()
         return StepResult(norm=norm, zeros=zeros, skipped=skipped, loss_scale=loss_scale)
@@ -236,7 +235,7 @@ class DistributedOptimizer:
         self.ddp.zero_grad_buffer()
 
     def fragments(self) -> Iterator[OwnedFragment]:
-        """Yield all owned fragments, in buffer order; whole params if nothing is sharded.
+        """Yield all owned fragments, in buffer order; whole params at stage 0.
 
         Params without elements have no fragment.
         """
@@ -255,7 +254,7 @@ class DistributedOptimizer:
             )
 
     def settings(self) -> dict[str, dict[str, object]]:
-        """Return the group settings of each param with an owned fragment; `lr` without factor."""
+        """Return group settings by name, for params with an owned fragment; `lr` without factor."""
         # By id, because == of tensors compares elements.
         names = {id(master.leaf): master.fragment.param for master in self.masters}
         settings: dict[str, dict[str, object]] = {}
@@ -272,8 +271,7 @@ class DistributedOptimizer:
         for master in self.masters:
             leaves[0 if group_of is None else group_of(master.fragment.param)].append(master.leaf)
         # torch.optim refuses an empty list, but not an empty group. A rank that owns nothing calls
-        # the factory too: it gets the same groups as the others, and an unsuitable optimizer raises
-        # on all ranks, so no rank waits for the others.
+        # the factory too, so that an unsuitable optimizer raises on all ranks and none hangs.
         idle = group_of is None and not self.masters
         if idle:
             nothing = torch.zeros(0, device=self.state_device)
@@ -296,8 +294,8 @@ class DistributedOptimizer:
 
     def _upcast_grad(self, master: Master) -> Tensor:
         reduced = master.buffer.get_grad_shard(master.param)
-        # Always a copy: optimizers may write to the gradient (foreach SGD with nesterov does), but
-        # the buffer must keep the reduced values.
+        # Always a copy, because the buffer must keep the reduced values, but optimizers may write
+        # to the gradient (foreach SGD with nesterov does).
         grad = self.stepper.copy(reduced)
         if self.loss_scaler is not None:
             scale = torch.full((), self._scale_of_step, dtype=grad.dtype, device=grad.device)
@@ -309,11 +307,11 @@ class DistributedOptimizer:
         return grad
 
     def _measure(self, trained: list[Master], grads: list[Tensor]) -> tuple[Tensor, int, bool]:
-        """Return norm (0D fp32), zeros and overflow of all params, the same on all ranks."""
+        """Return norm (0D fp32), zeros and overflow over all params, equal on all ranks."""
         return self._agree_on(self._measure_own(trained, grads))
 
     def _measure_own(self, trained: list[Master], grads: list[Tensor]) -> Tensor:
-        """Measure the counted gradients of this rank, see `measure_grads`; overflows of all."""
+        """Measure this rank's counted gradients (see `measure_grads`), and overflows in all."""
         counted: list[Tensor] = []
         others: list[Tensor] = []
         for master, grad in zip(trained, grads, strict=True):
@@ -329,14 +327,14 @@ class DistributedOptimizer:
         """Sum the measurements over ranks, and return norm, zeros and overflow."""
         # [3], fp64: squares, zeros and overflows in one message.
         all_reduce_sum(measured, group=self.ddp.group)
-        # Two sums in this order give every rank of every part the same total.
+        # Two sums in this order give every rank in every part the same total.
         if self.seams.model_parallel_group is not None:
             all_reduce_sum(measured, group=self.seams.model_parallel_group)
         _, zeros, overflow_count = measured.tolist()
         return root_of_squares(measured[0]), int(zeros), overflow_count > 0
 
     def _counts(self, master: Master) -> bool:
-        """Return True if this rank counts a fragment: one replica of each element counts."""
+        """Return True if this rank counts a fragment; only the first replica counts."""
         name = master.fragment.param
         if not self.seams.is_counted(name):
             return False
@@ -358,16 +356,16 @@ class DistributedOptimizer:
 
     def _write_back(self, trained: list[Master]) -> None:
         """Write masters to the working params; other ranks receive them with the next gather."""
-        # For any number of owned fragments, because prepare() may contain a collective.
+        # Even without owned fragments, because prepare() may contain a collective.
         self.ddp.cast.prepare(lambda: ((each.param, each.leaf.detach()) for each in trained))
         for master in trained:
             master.buffer.write_param_shard(master.param, master.leaf)
-            # The fp32 gradient is needed inside a step only.
+            # The fp32 gradient is only needed inside a step.
             master.leaf.grad = None
 
     def _check_new_state(self) -> None:
-        """Check the state of masters that were stepped for the first time."""
-        # Frozen masters have no state yet, so check them after their first real step.
+        """Check the state of masters after their first step."""
+        # Frozen masters have no state yet, so check them later.
         stepless = []
         for master in self._unchecked:
             if not master.param.requires_grad:
@@ -379,8 +377,8 @@ class DistributedOptimizer:
 
 
 def _count_groups(ddp: DistributedDataParallel, *, group_of: Callable[[str], int] | None) -> int:
-    """Return the number of groups, from all params, so that it is equal on all ranks."""
-    # Without groups of params there is one group on every rank.
+    """Return the number of param groups, from all params, so that all ranks agree."""
+    # Without `group_of`, all params form a single group.
     if group_of is None:
         return 1
     indices = {name: group_of(name) for name in ddp.params}

@@ -1,9 +1,9 @@
-"""Refusals of modules and optimizers that cannot be trained; no value depends on this module.
+"""Checks that refuse modules and optimizers that cannot be trained. They change no value.
 
-Only elementwise optimizers can be sharded, because they cannot distinguish a fragment from a param:
-each new element of master and state depends on the same element of master, state and gradient, and
-on numbers shared by all ranks. The rounding of an element must not depend on its position in a
-tensor either, which excludes fused CPU kernels and 16-bit state.
+Only elementwise optimizers can be sharded, because they cannot distinguish a fragment from a param.
+In master and state, each new element depends only on the same element of master, state and
+gradient, and on numbers that all ranks share. An element's rounding must not depend on its position
+in a tensor either, which excludes fused CPU kernels and 16-bit state.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ ELEMENTWISE: Final[frozenset[type[Optimizer]]] = frozenset(
         torch.optim.SGD,
     }
 )
-"""Optimizers known to be elementwise, in for-loop and foreach form. Subclasses are excluded because
-they may override the step."""
+"""Elementwise optimizers, in for-loop and foreach form. Subclasses are excluded because they may
+override the step."""
 
 _NOT_ELEMENTWISE: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
 
 
 @runtime_checkable
 class Attached(Protocol):
-    """An optimizer prepared for fragments: it gathers the other values that it needs."""
+    """An optimizer that is prepared for fragments and gathers the other values that it needs."""
 
     def attach(self, optimizer: Any) -> None:
         """Receive the `DistributedOptimizer` around this inner optimizer."""
 
 
 def check_optimizer(inner: Optimizer, *, declared: bool) -> None:
-    """Refuse an optimizer whose update of a fragment differs from that of the whole param.
+    """Refuse an optimizer that may step a fragment differently from the whole param.
 
     Args:
         inner: The optimizer.
@@ -61,8 +61,8 @@ def check_optimizer(inner: Optimizer, *, declared: bool) -> None:
     names = {base.__name__ for base in cls.__mro__ if base.__module__.startswith("torch.optim")}
     if names & _NOT_ELEMENTWISE:  # by torch's class names, subclasses included
         raise UsageError(
-            f"expected an elementwise optimizer, got {cls.__name__}, whose update of one "
-            f"element depends on others that may be on another rank. Use AdamW, Adam or SGD, or an "
+            f"expected an elementwise optimizer, got {cls.__name__}, which updates an element "
+            f"from others that may be on another rank. Use AdamW, Adam or SGD, or an "
             f"optimizer with attach()."
         )
     # The exact class, because a subclass may override step().
@@ -70,7 +70,7 @@ def check_optimizer(inner: Optimizer, *, declared: bool) -> None:
         known = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
         raise UsageError(
             f"expected an optimizer known to be elementwise ({known}), got {cls.__name__}. "
-            f"If its update of one element depends on no other element, "
+            f"If it updates each element without reading others, "
             f"pass DistributedOptimizer(..., elementwise=True)."
         )
     if any(group.get("fused") for group in inner.param_groups):
@@ -90,17 +90,17 @@ def check_groups(inner: Optimizer, *, handed: Sequence[Sequence[Tensor]]) -> Non
     groups = [group["params"] for group in inner.param_groups]
     if len(groups) != len(handed):
         raise UsageError(
-            f"expected an optimizer of {len(handed)} param groups, as passed to optim_factory, "
+            f"expected an optimizer with {len(handed)} param groups, as passed to optim_factory, "
             f"got {len(groups)} from {type(inner).__name__}. Pass group_of= for groups: a factory "
-            f"sees only fragments, so it cannot split them alike on all ranks."
+            f"sees only this rank's fragments, so it cannot split them alike on all ranks."
         )
     for index, (got, expected) in enumerate(zip(groups, handed, strict=True)):
-        # By identity: a cast or a clone would be stepped in place of the master.
+        # By identity, because the optimizer would step a cast or clone instead of the master.
         if [id(tensor) for tensor in got] != [id(tensor) for tensor in expected]:
             raise UsageError(
                 f"expected {type(inner).__name__} to step the {len(expected)} masters passed to "
                 f"optim_factory in param group {index}, in that order, got {len(got)} tensors, "
-                f"not all the same. Pass the masters on unchanged, without a cast."
+                f"with some different. Pass the masters on unchanged, without a cast."
             )
 
 
@@ -108,13 +108,13 @@ def check_state(state: object, *, key: object, master: Tensor, param: str) -> No
     """Refuse a state tensor that sharding would change.
 
     Args:
-        state: A value of the optimizer's state. Values other than tensors pass.
+        state: A value in the optimizer's state.
         key: Its name.
-        master: The master of the state.
-        param: Name of the param.
+        master: The master with this state.
+        param: The param's name.
 
     Raises:
-        UsageError: If it is neither 0D nor an fp32 tensor of the master's shape.
+        UsageError: If it is a tensor, but neither 0D nor fp32 with the master's shape.
     """
     # Numbers and 0D tensors, such as step counts, belong to the whole param.
     if not isinstance(state, Tensor) or state.dim() == 0:
@@ -140,15 +140,15 @@ def check_params(
     """Refuse params that cannot be trained.
 
     Args:
-        params: All params of a module, by name.
-        of: Class of the module, for messages.
+        params: All params in a module, by name.
+        of: The module's class, for messages.
         dtypes: Trainable dtypes.
 
     Raises:
-        ModelError: If no param is trainable, params are on two devices or share memory, or one is
-            of an unsupported dtype or layout, not materialized, or already wrapped.
+        ModelError: If no param is trainable, params are on two devices or share memory, or a param
+            has an unsupported dtype or layout, is not materialized, or is already wrapped.
     """
-    # Frozen params too: they are broadcast from the first rank, and lazy ones have no shape yet.
+    # Frozen params too, because they are broadcast from the first rank.
     for name, param in params.items():
         if is_lazy(param) or param.is_meta:
             raise ModelError(
@@ -159,7 +159,7 @@ def check_params(
     if not trainable:
         raise ModelError(
             f"expected at least one trainable param, got {of} with "
-            f"{len(params)} params, all frozen. Call requires_grad_(True) on the ones to train."
+            f"{len(params)} params, all frozen. Call requires_grad_(True) on the params to train."
         )
     _check_one_device(params)
     for name, param in trainable.items():
@@ -198,12 +198,12 @@ def _check_trainable(name: str, param: nn.Parameter, dtypes: Collection[torch.dt
 
 
 def _check_no_shared_memory(params: Mapping[str, nn.Parameter]) -> None:
-    """Refuse two params in one memory, because a buffer would silently separate them."""
+    """Refuse params that share memory, because a buffer would silently separate them."""
     spans: list[tuple[int, int, str]] = []
     for name, param in params.items():
         if param.numel() == 0 or param.layout is not torch.strided:
             continue
-        # Elements between the first and the last one in memory, for any strides.
+        # Elements from the first to the last in memory, for any strides.
         extent = 1 + sum(
             (dim - 1) * stride for dim, stride in zip(param.shape, param.stride(), strict=True)
         )
@@ -216,7 +216,7 @@ def _check_no_shared_memory(params: Mapping[str, nn.Parameter]) -> None:
     for start_bytes, stop_bytes, name in spans:
         if start_bytes < reach_bytes:
             raise ModelError(
-                f"expected params with memory of their own, got {reach_name!r} and {name!r}, "
-                f"which overlap. Use one nn.Parameter for both, or clone() one of them."
+                f"expected params with separate memory, got {reach_name!r} and {name!r}, "
+                f"which overlap. Use the same nn.Parameter for both, or clone() one of them."
             )
         reach_bytes, reach_name = stop_bytes, name

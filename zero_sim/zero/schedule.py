@@ -1,10 +1,10 @@
 """Gradient schedules: when new gradients are added to units, and when units are reduced.
 
 [Note: one order for all ranks]
-Ranks pair collectives by the order of their calls. But the arrival order of gradients differs
-between ranks if they use different params, and some gradients never arrive. So a ready unit waits
-for all units before it in a fixed order, which follows from the layout alone. Units that are not
-ready at the end are issued then, in the same order.
+Ranks pair collectives by call order. But if ranks use different params, gradients arrive in
+different orders, and some never arrive. So units are issued in a fixed order, which follows from
+the layout alone: a ready unit waits for all units before it. Units that are still not ready when
+backward ends are issued then, in the same order.
 
 If params are also gathered during backward, see [Note: one order of gathers and reductions] in
 `zero_sim.zero.gathers`.
@@ -27,19 +27,19 @@ from zero_sim.zero.unit import ParamMemory, Unit
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Wrapped:
-    """The parts of a wrapped module that schedules use."""
+    """A wrapped module, as seen by schedules."""
 
     module: nn.Module
     config: ZeroConfig
     buffers: tuple[Buffer, ...]
     units: tuple[Unit, ...]
-    """Units in the expected order of their use in a forward."""
+    """Units in the order in which forward should use them."""
     unit_of: Mapping[nn.Parameter, Unit]
-    """The unit of each param that has elements."""
+    """The unit of each non-empty param."""
     params: Mapping[str, nn.Parameter]
     """Trained params by name, in registration order."""
     holders: Holders
-    """The ranks of each kind of params."""
+    """The ranks that hold each kind of params."""
     before_sum: Callable[[Unit], None]
     """Called with each unit right before its sum is issued."""
 
@@ -47,16 +47,16 @@ class Wrapped:
 def order_by_forward(
     buffers: Sequence[Buffer], *, params: Sequence[nn.Parameter]
 ) -> tuple[Unit, ...]:
-    """Return the units in the expected order of their use in a forward.
+    """Return the units in the order in which forward should use them.
 
-    This is the order of their first registered params, for any order inside a buffer. Backward is
-    expected to complete units in reverse order.
+    Units are sorted by their first registered param, even if a buffer has its params in reverse.
+    Backward should complete units in the opposite order.
 
     Args:
         buffers: All buffers of a model.
         params: Their params in registration order.
     """
-    # The smallest index of a unit's params in the model. `buffer.memory` may be in reverse order.
+    # The smallest registration index in each unit. `buffer.memory` may be in reverse order.
     place_of = {param: place for place, param in enumerate(params)}
     first_place: dict[Unit, int] = {}
     for buffer in buffers:
@@ -68,7 +68,7 @@ def order_by_forward(
 
 
 class AtEnd:
-    """Reduces all units after the last backward, one after another.
+    """Reduces all units after the last backward, in turn.
 
     Args:
         wrapped: The module; its units are reduced buffer by buffer.
@@ -77,7 +77,7 @@ class AtEnd:
     sums_in_backward = False
     """True if sums can be issued during backward."""
     running = False
-    """True from `begin` to `finish`, the time to issue sums."""
+    """True from `begin` to `finish`, while sums may be issued."""
 
     def __init__(self, wrapped: Wrapped) -> None:
         self._buffers = wrapped.buffers
@@ -85,7 +85,7 @@ class AtEnd:
         self._before_sum = wrapped.before_sum
 
     def begin(self) -> None:
-        """Start to issue units, for schedules that issue before `finish`."""
+        """Start to issue units, if the schedule issues before `finish`."""
 
     def check_open(self, param: nn.Parameter, *, name: str) -> None:
         """Refuse a gradient whose unit was already issued."""
@@ -94,11 +94,11 @@ class AtEnd:
         """Add a new gradient to its unit and drop it; runs in backward."""
         param = memory.param
         unit = self._home_of.get(param)
-        # A param without elements has no unit, and nothing to add.
+        # An empty param may have no unit, and has nothing to add.
         if unit is not None:
             unit.fill()
             assert param.grad is not None
-            # detach: with create_graph=True gradients have a graph, and the buffer would keep it.
+            # detach(), or with create_graph=True the buffer would keep the gradient's graph.
             unit.add_grad(memory, param.grad.detach())
         param.grad = None
 
@@ -106,14 +106,13 @@ class AtEnd:
         """Reduce every unit and wait for the sums."""
         for buffer in self._buffers:
             for unit in buffer.units:
-                # Units without any gradient on this rank too, because other ranks wait for their
-                # sums.
+                # Even without any gradient on this rank, because other ranks wait for the sum.
                 unit.fill()
                 self._before_sum(unit)
             buffer.reduce_grads()
 
     def accumulate_sums(self, *, is_first: bool) -> None:
-        """Add the sums of one micro-batch to the previous ones, if gradients are unsharded."""
+        """Add a micro-batch's sums to the step's previous sums, if gradients are unsharded."""
         for buffer in self._buffers:
             for unit in buffer.units:
                 unit.accumulate_sum(is_first=is_first)
@@ -127,9 +126,11 @@ class AtEnd:
 class UnderBackward(AtEnd):
     """Reduces each unit as soon as it is ready; see [Note: one order for all ranks].
 
+    A unit is ready once its gradients have arrived or, if params are sharded, once it is closed.
+
     Args:
-        wrapped: The module; its units are issued in the order in which backward completes them. A
-            unit is ready once its gradients arrived or, if params are sharded, once it is closed.
+        wrapped: The module. Its units are issued in the order in which backward should complete
+            them.
     """
 
     sums_in_backward = True
@@ -141,19 +142,19 @@ class UnderBackward(AtEnd):
         # At stage 3 the arrival of gradients must not decide, see [Note: one order of gathers and
         # reductions].
         self._by_arrival = not wrapped.config.sharding.params
-        # Without overlap, in the same order, but each sum is waited for.
+        # Without overlap the order is the same, but each sum ends before the next starts.
         self._is_async = wrapped.config.overlap_grads
-        # Params whose gradients have not arrived, by unit.
+        # Params whose gradients have not arrived yet, by unit.
         self._missing: dict[Unit, set[nn.Parameter]] = {}
         self._issued_count = 0
         self._issued: set[Unit] = set()
         self.running = False
 
     def begin(self) -> None:
-        """Start to issue units; call it before the backward that completes them."""
+        """Start to issue units. Call it before the backward that completes them."""
         self._missing = {unit: set() for unit in self._units}
         for param, unit in self._unit_of.items():
-            # A frozen param gets no gradient, so its unit must not wait for it.
+            # Do not wait for frozen params: they get no gradient.
             if param.requires_grad or not self._by_arrival:
                 self._missing[unit].add(param)
         self.running = True
@@ -186,16 +187,16 @@ class UnderBackward(AtEnd):
             self._issue_ready()
 
     def close(self, unit: Unit) -> None:
-        """Mark a unit as complete, without further gradients, and issue units now ready."""
+        """Mark a unit as complete, and issue units that are now ready."""
         if self.running:
             self._missing[unit].clear()
             self._issue_ready()
 
     def before_gather(self, group: dist.ProcessGroup | None) -> None:
-        """Prepare for a gather in a group. No-op here: issued sums contain no later calls."""
+        """Prepare for a gather in a group. No-op here, because each sum is a single call."""
 
     def finish(self) -> None:
-        """Issue the rest and wait until every unit is reduced."""
+        """Issue the remaining units and wait until every unit is reduced."""
         # Other ranks may have issued these units already, so this rank must issue them too.
         while self._issued_count < len(self._units):
             self._issue_next()
@@ -209,7 +210,7 @@ class UnderBackward(AtEnd):
         self.running = False
 
     def _issue_ready(self) -> None:
-        # Stop at the first unit that is not ready, even if later ones are.
+        # Stop at the first unit that is not ready, even if later units are.
         while self._issued_count < len(self._units):
             if self._missing[self._units[self._issued_count]]:
                 return
@@ -218,7 +219,7 @@ class UnderBackward(AtEnd):
     def _issue_next(self) -> None:
         unit = self._units[self._issued_count]
         if unit.frees_grads and self._issued_count:
-            # At most two unsharded units in memory: one in flight and one being filled.
+            # Keep at most two unsharded units in memory: this unit, and the unit in flight.
             self._units[self._issued_count - 1].finish_reduce()
         unit.fill()
         # After fill(), so that missing gradients are zeros, and before the sum reads the buffer.
@@ -242,10 +243,10 @@ def schedule_grads(
 
     Args:
         wrapped: The module with its config.
-        under_backward: Class of the schedule that reduces during backward, or in its order.
+        under_backward: Schedule class for reductions during backward, or in backward order.
     """
     config = wrapped.config
-    # Sharded gradients need it without overlap too: AtEnd would keep all of them unsharded.
+    # Sharded gradients need it even without overlap, because AtEnd would keep all unsharded.
     if config.overlap_grads or config.sharding.grads:
         return under_backward(wrapped)
     return AtEnd(wrapped)

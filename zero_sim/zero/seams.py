@@ -1,4 +1,4 @@
-"""Seams: the replaceable parts of an engine."""
+"""Seams: the engine's replaceable parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero_sim.zero.unit import Unit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seams:
-    """The part at each seam; by default the textbook's.
+    """The engine's replaceable parts; by default the textbook's.
 
     Example:
         DistributedDataParallel(module, config=config, group=group, seams=Seams(unit=OtherUnit))
@@ -24,13 +24,13 @@ class Seams:
     cast: type[PlainCast] = PlainCast
     """Conversion from masters to working params."""
     unit: Callable[..., Unit] = Unit
-    """Factory of units, which issue the collectives over their gradients and params."""
+    """Factory of units, which issue all collectives over gradients and params."""
     step_count: type[StepCount] = StepCount
-    """Divisor of the gradients."""
+    """Count that becomes the gradient divisor."""
     grads: Callable[[Wrapped], GradSchedule] = schedule_grads
-    """Factory of the schedule that reduces units."""
+    """Factory of the gradient schedule, which reduces units."""
     params: Callable[..., ParamSchedule] = schedule_params
-    """Factory of the schedule that gathers params; arguments as `schedule_params`."""
+    """Factory of the param schedule, which gathers units; arguments as `schedule_params`."""
 
 
 TEXTBOOK = Seams()

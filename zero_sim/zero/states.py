@@ -1,7 +1,7 @@
 """States of a unit's memory, and the transitions between them.
 
-Every transition has a name and is checked. If a schedule skips one, the error names it, with the
-params:
+Every transition has a name and is checked. If a schedule skips a transition, the error names it and
+the params:
 
     gradients  EMPTY -fill-> FILLING -reduce-> REDUCING -finish-> REDUCED -reset-> EMPTY
                                  ^---------------------fill-----------|   (the next micro-batch)
@@ -9,8 +9,8 @@ params:
                   ^---------------------free-----------|
                SHARDED or WHOLE -update-> UPDATED SHARD -gather-> GATHERING
 
-Unsharded gradients stay in memory in all states. Unsharded params are never SHARDED. Between an
-update and the gather, the unsharded memory has old values.
+Resident gradients stay in memory in all states. Resident params are never SHARDED. Between an
+update and the gather, their memory has old values.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from zero_sim.errors import UsageError
 
 
 class GradState(StrEnum):
-    """Contents of the memory of a unit's gradients."""
+    """Contents of a unit's gradient memory."""
 
     EMPTY = "empty"
-    """Nothing of this step."""
+    """Nothing from this step."""
     FILLING = "filling"
-    """This rank's own gradients, as far as they have arrived."""
+    """This rank's own gradients that have arrived so far."""
     REDUCING = "reducing"
     """A sum over ranks is in flight."""
     REDUCED = "reduced"
@@ -36,23 +36,23 @@ class GradState(StrEnum):
 
 
 class ParamState(StrEnum):
-    """Residency of a unit's params on this rank."""
+    """State of a unit's params on this rank."""
 
     SHARDED = "sharded"
     """Only this rank's shard is in memory."""
     GATHERING = "gathering"
-    """Unsharded memory, being filled by a gather in flight."""
+    """A gather in flight fills the unsharded memory."""
     WHOLE = "whole"
     IN_USE = "in use"
     """Unsharded, and read by a running module."""
     UPDATED = "updated shard"
-    """This rank's shard is new. Unsharded memory, if resident, has old values of other shards."""
+    """This rank's shard is new. In resident memory, other ranks' shards have old values."""
 
 
 GradStep = Literal["fill", "reduce", "finish", "reset"]
 ParamStep = Literal["gather", "finish", "use", "leave", "update", "free"]
 
-# Each step with the allowed states before it, and the state after it.
+# Each step with the states allowed before it, and the state after it.
 _GRAD_STEPS: Final[Mapping[GradStep, tuple[tuple[GradState, ...], GradState]]] = {
     "fill": ((GradState.EMPTY, GradState.REDUCED), GradState.FILLING),
     "reduce": ((GradState.FILLING,), GradState.REDUCING),
@@ -61,7 +61,7 @@ _GRAD_STEPS: Final[Mapping[GradStep, tuple[tuple[GradState, ...], GradState]]] =
     "reset": ((GradState.FILLING, GradState.REDUCED), GradState.EMPTY),
 }
 _PARAM_STEPS: Final[Mapping[ParamStep, tuple[tuple[ParamState, ...], ParamState]]] = {
-    # Also from WHOLE, because a rank that owns nothing of a unit does not update it.
+    # Also from WHOLE, because a rank without elements in a unit does not update it.
     "gather": (
         (ParamState.SHARDED, ParamState.WHOLE, ParamState.UPDATED),
         ParamState.GATHERING,
@@ -75,17 +75,17 @@ _PARAM_STEPS: Final[Mapping[ParamStep, tuple[tuple[ParamState, ...], ParamState]
 
 
 def next_grad_state(state: GradState, step: GradStep, *, of: Callable[[], str]) -> GradState:
-    """Return the state of a unit's gradients after a step.
+    """Return the gradient state after a step.
 
     Args:
-        state: Their state before it.
+        state: State before the step.
         step: Name of a transition.
-        of: Returns the name of the unit, for an error.
+        of: Returns the unit's name, for an error.
 
     Raises:
         UsageError: If the step is not allowed in that state.
     """
-    # `of` is a function, because names are only needed for an error and this runs often.
+    # `of` is a function, because only an error needs the name, and this runs often.
     allowed, then = _GRAD_STEPS[step]
     if state not in allowed:
         raise _out_of_step(f"gradients of {of()}", state, step, steps=_GRAD_STEPS)
@@ -93,7 +93,7 @@ def next_grad_state(state: GradState, step: GradStep, *, of: Callable[[], str]) 
 
 
 def next_param_state(state: ParamState, step: ParamStep, *, of: Callable[[], str]) -> ParamState:
-    """Return the state of a unit's params after a step; arguments as `next_grad_state`.
+    """Return the param state after a step; arguments as `next_grad_state`.
 
     Raises:
         UsageError: If the step is not allowed in that state.
@@ -112,7 +112,7 @@ def _out_of_step(
     steps: Mapping[Any, tuple[tuple[Any, ...], Any]],
 ) -> UsageError:
     allowed = steps[step][0]
-    # Steps that lead from the present state to an allowed one: one of them is probably missing.
+    # A step that leads from the present state to an allowed state is probably missing.
     left_out = [
         repr(other)
         for other, (before, then) in steps.items()

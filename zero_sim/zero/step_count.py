@@ -1,4 +1,4 @@
-"""The divisor of one step's gradients: an integer, counted during the step."""
+"""The count that divides a step's gradients."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from zero_sim.zero.division import set_divisor
 
 
 class StepCount:
-    """The count of one step, written into the divisor once, by `fix`.
+    """A step's count. `fix` determines it and writes it into the divisor, once per step.
 
     Args:
-        config: The counted quantity, and the time of the division.
+        config: Determines the counted quantity, and the time of the division.
         group: All training ranks; rows are summed over them.
-        divisor: 0D fp32, overwritten with the count of each step.
+        divisor: 0D fp32, overwritten with each step's count.
     """
 
     micro_batches: int
-    """Number of micro-batches of this step that have ended."""
+    """Number of micro-batches ended in this step."""
 
     def __init__(self, config: ZeroConfig, *, group: dist.ProcessGroup, divisor: Tensor) -> None:
         self._config = config
@@ -40,7 +40,7 @@ class StepCount:
         self._count: int | None = None
 
     def add_rows(self, rows: int) -> None:
-        """Count rows of this rank.
+        """Count rows on this rank.
 
         Raises:
             UsageError: If `rows` is not a count, or the step's rows were summed already.
@@ -59,21 +59,20 @@ class StepCount:
         self._rows += rows
 
     def fix(self, given: int | Tensor | None, *, last: bool) -> None:
-        """Determine the count. A second call in a step only checks for the same count.
+        """Determine the count. A second call in a step only checks that the count is equal.
 
         A collective if `given` is None and `divide_by="tokens"`.
 
         Args:
-            given: The caller's own count, the same on every rank; None to count as configured.
+            given: The caller's own count, equal on every rank; None to count as configured.
             last: True if the current micro-batch is the step's last.
 
         Raises:
             UsageError: If the count is not a positive integer that fp32 can represent, or differs
-                from the one already used in this step.
+                from an earlier count in this step.
         """
         count = None if given is None else _to_integer(given)
-        # Every rank calls fix() at the same points, so the sum inside _take() is the same
-        # collective on all of them.
+        # Every rank calls fix() at the same points, so the collective inside _take() pairs up.
         if self._count is None:
             self._count = self._take(last=last) if count is None else count
             set_divisor(self._divisor, self._count)
@@ -84,7 +83,7 @@ class StepCount:
             )
 
     def end_micro_batch(self, *, last: bool) -> None:
-        """Count one more micro-batch.
+        """Count a micro-batch.
 
         Raises:
             UsageError: If the step has more or fewer micro-batches than configured.
@@ -93,8 +92,8 @@ class StepCount:
         if expected is not None and (ended > expected or last != (ended == expected)):
             raise UsageError(
                 f"expected {expected} micro-batches in a step, as configured, got "
-                f"{ended} so far, {'ending' if last else 'not ending'} it. "
-                f"Set micro_batches=None, or the number that is run."
+                f"{ended} so far, {'ending' if last else 'not ending'} the step. "
+                f"Set micro_batches=None, or to the real number."
             )
         self.micro_batches = ended
 
@@ -103,7 +102,7 @@ class StepCount:
             return self._world_size
         if self._config.divide_by == "micro-batches":
             running = self.micro_batches + 1
-            # ZeroConfig refuses a division before the last micro-batch without the number.
+            # ZeroConfig requires the number for a division before the last micro-batch.
             expected = running if last else self._config.micro_batches
             assert expected is not None
             return self._world_size * expected
@@ -120,7 +119,7 @@ class StepCount:
 
 def _to_integer(count: int | Tensor) -> int:
     value = count.item() if isinstance(count, Tensor) else count
-    # Modulo also catches infinity, which int() refuses: its remainder is NaN.
+    # The remainder of infinity or NaN is NaN, so both are refused here; int() would raise its own.
     if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0:
         raise UsageError(f"expected the count to be a whole number, got {count!r}.")
     return int(value)

@@ -1,9 +1,9 @@
-"""Storage of a unit's unsharded memory: resident, or allocated only during use.
+"""Storage for a unit's unsharded memory: resident, or allocated only during use.
 
 [Note: addresses]
-The address of a weight modulo the vector width can change the bits of a product. torch aligns each
-of its allocations to 64 bytes. So params in transient memory have the same addresses modulo 64 each
-time: they follow from the layout alone.
+A weight's address modulo the vector width can change the bits of a product. torch aligns each
+allocation to 64 bytes, so a param in transient memory always has the same address modulo 64, which
+follows from the layout alone.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 
 class Storage(Protocol):
-    """The unsharded memory of one unit, of params or of gradients."""
+    """A unit's unsharded params or gradients."""
 
     stays: bool
     """True if the memory is resident at all times."""
 
     @property
     def whole(self) -> Tensor | None:
-        """1D, all elements of the unit with padding; None if not allocated."""
+        """All elements with padding, 1D; None if not allocated."""
 
     def acquire(self) -> Tensor:
         """Allocate the memory unless it exists, and return it."""
@@ -32,10 +32,10 @@ class Storage(Protocol):
 
 
 class FlatStorage:
-    """A part of a resident flat buffer: stages 0 and 1.
+    """A part of a resident flat buffer.
 
     Args:
-        view: 1D, the unit's part of the buffer.
+        view: 1D, the unit's part.
     """
 
     stays = True
@@ -45,11 +45,11 @@ class FlatStorage:
 
     @property
     def whole(self) -> Tensor:
-        """The part of the buffer."""
+        """All elements with padding, 1D."""
         return self._view
 
     def acquire(self) -> Tensor:
-        """Return the part of the buffer."""
+        """Return the memory, which always exists."""
         return self._view
 
     def release(self) -> None:
@@ -59,15 +59,14 @@ class FlatStorage:
 class TransientStorage:
     """Memory allocated only during use: the saving of stages 2 and 3.
 
-    A release drops this rank's reference only. Remaining views, such as autograd's, stay valid and
-    keep their values.
+    `release` only drops a reference. Remaining views, such as autograd's, stay valid and keep their
+    values.
 
     Args:
-        elems: Elements of the unit with padding.
+        elems: Number of elements with padding.
         dtype: Their dtype.
         device: Their device.
-        zeroed: True to start with zeros, for gradients, which accumulate. A gather writes all
-            params.
+        zeroed: True to start with zeros, as gradients need because they accumulate.
     """
 
     stays = False
@@ -78,13 +77,13 @@ class TransientStorage:
         self._elems = elems
         self._dtype = dtype
         self._device = device
-        # torch.empty for params, because a gather would overwrite the zeros.
+        # torch.empty for params, because a gather overwrites all of them.
         self._make = torch.zeros if zeroed else torch.empty
         self._whole: Tensor | None = None
 
     @property
     def whole(self) -> Tensor | None:
-        """All elements, or None between a release and the next use."""
+        """All elements with padding, 1D; None between a release and the next use."""
         return self._whole
 
     def acquire(self) -> Tensor:

@@ -1,7 +1,6 @@
-"""A unit: the params that one collective moves, with the life of their gradients and values.
+"""A unit: a bucket with its memory, and the only code that issues the bucket's collectives.
 
-It is one bucket of a layout with its memory, and the only code that issues the bucket's
-collectives. `zero_sim.zero.states` defines the states of its memory.
+`zero_sim.zero.states` defines the states of its gradients and params.
 
 Source: ZeRO (arXiv 1910.02054), section 5.
 """
@@ -42,32 +41,32 @@ from zero_sim.zero.storage import Storage
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class ParamMemory:
-    """The memory of one param: its unsharded gradient, and the parts that this rank owns."""
+    """A param's memory: its unsharded gradient, and the parts that this rank owns."""
 
     name: str
     param: nn.Parameter
     in_unit: Span
-    """Elements of the param, from the start of its unit."""
+    """The param's elements, counted from the start of the unit."""
     main_grad: Tensor | None  # ND, the param's shape
     """The unsharded gradient, accumulated on this rank; also `param.main_grad`. None if not in
     memory."""
     fragment: Fragment | None
-    """Position of this rank's part; None if it owns nothing of the param."""
+    """Position of this rank's part; None if this rank owns nothing."""
     own_grad: Tensor  # 1D
-    """This rank's part of the gradient; the sum over ranks after the reduction."""
-    own_working: Tensor  # 1D; if nothing is sharded: ND, the whole param in its own storage
+    """This rank's part of the gradient; after the reduction, the sum over ranks."""
+    own_working: Tensor  # 1D; at stage 0: ND, the whole param in its own storage
     """This rank's part of the working param."""
     unit: Unit | None
-    """None for a param without elements in an empty bucket."""
+    """None for an empty param in an empty bucket."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Unit:
-    """One bucket with elements, its memory, and the collectives over it.
+    """A non-empty bucket with its memory and collectives.
 
-    `reduce` and `gather` return after completion. In steps, with other work in between, call
-    `start_reduce`, `chain_reduce` and `finish_reduce`, or `start_gather` and `finish_gather`. A
-    second finish, or one without a start, does nothing.
+    `reduce` and `gather` return after completion. To do other work in between, call `start_reduce`,
+    `chain_reduce` and `finish_reduce`, or `start_gather` and `finish_gather`. A second finish, or a
+    finish without a start, does nothing.
     """
 
     name: str
@@ -78,33 +77,34 @@ class Unit:
     groups: KindGroups
     """Shard group and replica group."""
     grad_storage: Storage
-    """Unsharded gradients. If transient, they move into `grad_total` after the reduction."""
+    """Unsharded gradients. If transient, this rank's shard moves into `grad_total` after the
+    reduction."""
     grad_total: Tensor | None = None  # 1D, as long as a shard; None without accumulated sums
     param_storage: Storage | None
-    """Unsharded params. None if nothing is sharded: they stay in the module's own memory."""
-    param_shard: Tensor | None = None  # 1D; None if nothing is sharded
-    """This rank's shard of the params, written by this rank only."""
+    """Unsharded params. None at stage 0, where they stay in the module's own memory."""
+    param_shard: Tensor | None = None  # 1D; None at stage 0
+    """This rank's shard of the params; only this rank writes it."""
     members: list[ParamMemory] = field(default_factory=list)
     grad_state: GradState = GradState.EMPTY
     param_state: ParamState = ParamState.WHOLE
-    # The sum in flight, the first or the second of the two.
+    # The sum in flight: over the shard group, or over the replicas.
     _reducing: dist.Work | None = None
-    # False while the second sum is still to be issued.
+    # False while the sum over the replicas is not issued yet.
     _chained: bool = True
     _gathering: dist.Work | None = None
-    # True if `grad_total` contains sums of earlier micro-batches of this step.
+    # True if `grad_total` contains sums from earlier micro-batches in this step.
     _has_sum: bool = False
-    # Number of modules that use the params now; they may be nested.
+    # Number of modules that use the params now; modules may be nested.
     _users: int = 0
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks with one shard each; None if each rank holds everything."""
+        """The shard group; None if each rank holds everything."""
         return self.groups.shard_group
 
     @property
     def replica_group(self) -> dist.ProcessGroup | None:
-        """The ranks with the same shard; None if there are no replicas."""
+        """The ranks with the same shard; None without replicas."""
         return self.groups.replica_group
 
     @property
@@ -155,11 +155,11 @@ class Unit:
     # The life of gradients.
 
     def fill(self) -> None:
-        """Allocate zeros for the gradients of this rank."""
+        """Allocate this rank's gradients as zeros, unless they are resident."""
         if self.grad_state is GradState.FILLING:
             return
         self._step_grads("fill")
-        # Zeros: add_grad accumulates, and padding and missing gradients take part in the sum.
+        # Zeros, because add_grad accumulates, and missing gradients take part in the sum too.
         if self.frees_grads:
             whole = self.grad_storage.acquire()
             for memory in self.members:
@@ -168,13 +168,13 @@ class Unit:
                 set_main_grad(memory.param, grad)
 
     def add_grad(self, memory: ParamMemory, grad: Tensor) -> None:
-        """Add to one param's gradient on this rank; `grad` has the param's shape."""
+        """Add to a param's gradient on this rank; `grad` has the param's shape."""
         if memory.main_grad is None:
             raise self._without_memory()
         memory.main_grad.add_(grad)
 
     def scale_grads(self, divide: Divide, *, divisor: Tensor) -> None:
-        """Apply the part of `divide` before the sum to this rank's own gradients."""
+        """Divide this rank's gradients, if `divide` does so before the sum."""
         scale_before_sum_(self.grads, divide, divisor=divisor)
 
     def reduce(self) -> None:
@@ -185,19 +185,19 @@ class Unit:
         self._end_reduce()
 
     def start_reduce(self) -> None:
-        """Issue the first sum, over the shard group, or the only one, over the replicas."""
+        """Issue the sum over the shard group; at stage 0, over the replicas."""
         self._step_grads("reduce")
-        # At stage 0 there is no shard group, so the sum over replicas is the only one.
+        # At stage 0 there is no shard group, so the replicas' sum is the only sum.
         if self.group is None:
             self._reducing = self._sum_replicas(async_op=True)
             return
         self._reducing = self._sum_shards(async_op=True)
-        # The sum over replicas follows in chain_reduce(), once this one has ended.
+        # The sum over replicas follows in chain_reduce(), because it adds these partial sums.
         self._chained = False
 
     def chain_reduce(self) -> None:
-        """Wait for the first sum and issue the second, if there are replicas."""
-        # Ranks with an empty shard wait too, because some sums end with a call of all ranks.
+        """If there are replicas, wait for the first sum and issue the sum over replicas."""
+        # Ranks with an empty shard wait too, because some variants end a sum with a second call.
         if self._chained:
             return
         self._chained = True
@@ -214,18 +214,18 @@ class Unit:
         self._end_reduce()
 
     def accumulate_sum(self, *, is_first: bool) -> None:
-        """Move the sum of one micro-batch to the previous ones, and zero the gradients."""
+        """Add a micro-batch's sum to the step's previous sums, and zero the gradients."""
         assert self.grad_total is not None
         if is_first:
             self.grad_total.copy_(self.grad_shard)
         else:
             self.grad_total.add_(self.grad_shard)
-        # Resident memory is reused by the next micro-batch, which accumulates from zero.
+        # The next micro-batch reuses resident memory, and accumulates from zero.
         if not self.frees_grads:
             self.grads.zero_()
 
     def reset_grads(self) -> None:
-        """Drop the step's gradients and sums. The `Buffer` zeroes memory of several units."""
+        """Drop the step's gradients and sums. The `Buffer` zeroes memory that units share."""
         if self.grad_state is not GradState.EMPTY:
             self._step_grads("reset")
         self._has_sum = False
@@ -238,20 +238,20 @@ class Unit:
 
     def gather(self) -> None:
         """Gather the params from the shard group, and wait."""
-        # A gather may still be in flight, for instance after prefetching: it must end first.
+        # Another gather may still be in flight, for instance after prefetching.
         self.finish_gather()
         self._step_params("gather")
         self._gather_shards(async_op=False)
         self._adopt_whole()
 
     def start_gather(self) -> None:
-        """Issue the gather of the params."""
+        """Issue the gather."""
         self.finish_gather()
         self._step_params("gather")
         self._gathering = self._gather_shards(async_op=True)
 
     def finish_gather(self) -> None:
-        """Wait until the params have the values written by their owners."""
+        """Wait until the params have their owners' values."""
         if self.param_state is not ParamState.GATHERING:
             return
         if self._gathering is not None:
@@ -260,26 +260,26 @@ class Unit:
         self._adopt_whole()
 
     def use(self) -> None:
-        """Mark the start of a module's use of the unsharded params; modules may be nested."""
+        """Mark that a module begins to use the unsharded params; modules may be nested."""
         self._users += 1
-        # Without a wait for the gather they are not in use: reading them is a race.
+        # If the gather has not ended, the params are not ready: reading them is a race.
         if self.param_state is ParamState.WHOLE:
             self._step_params("use")
 
     def leave(self) -> None:
-        """Mark the end of a module's use of the unsharded params."""
-        # At least 0, because a module that failed before its start leaves without use().
+        """Mark that a module no longer uses the unsharded params."""
+        # At least 0, because a module that failed early calls leave() without use().
         self._users = max(0, self._users - 1)
         if not self._users and self.param_state is ParamState.IN_USE:
             self._step_params("leave")
 
     def update(self) -> None:
-        """Mark a write to this rank's shard, after any gather in flight that may read it."""
+        """Wait for a gather in flight, which may read this rank's shard, and mark a write to it."""
         self.finish_gather()
         is_there = self.frees_params and self.params is not None
         if self.param_storage is None or is_there or self.param_state is ParamState.UPDATED:
             # Params are never gathered, or the unsharded params must be freed first, or another
-            # param of this unit was written before.
+            # param in this unit was written before.
             return
         self._step_params("update")
 
@@ -296,7 +296,7 @@ class Unit:
 
     @property
     def _has_replica_sum(self) -> bool:
-        # With uneven shards this shard can be empty, but then it is empty on all its replicas.
+        # An uneven shard can be empty. Then it is empty on all replicas, so none issues a sum.
         return self.replica_group is not None and self.own_span.numel > 0
 
     def _wait_reduce(self) -> None:
@@ -306,14 +306,14 @@ class Unit:
 
     def _end_reduce(self) -> None:
         self._step_grads("finish")
-        # Transient gradients: keep only this rank's shard of the sum, and free the rest.
+        # If gradients are transient, keep only this rank's shard of the sum.
         if self.frees_grads:
             self.accumulate_sum(is_first=not self._has_sum)
             self._has_sum = True
             self._free_grads()
 
     def _free_grads(self) -> None:
-        # `main_grad` must go too, because the views would keep the memory.
+        # Drop `main_grad` too, because these views would keep the memory.
         self.grad_storage.release()
         for memory in self.members:
             memory.main_grad = None
@@ -325,7 +325,7 @@ class Unit:
             whole = self.params
             assert whole is not None
             for memory in self.members:
-                # Views of new memory, at another address after each gather.
+                # Views into new memory: the address may change with each gather.
                 memory.param.data = _view(whole, memory.in_unit).view(memory.param.shape)
 
     def _sum_shards(self, *, async_op: bool) -> dist.Work | None:
@@ -355,7 +355,7 @@ class Unit:
     ) -> dist.Work | None:
         """Sum `whole` over a group and write this rank's shard to `part`."""
         sizes = self.plan.shard_sizes
-        # The plan, equal on all ranks, selects the collective, so all ranks of a group agree.
+        # The plan selects the collective. It is equal on all ranks, so they agree.
         call = partial(reduce_scatter_sum, part, whole, group=group)
         if self.plan.partition.owner is not None:
             call = partial(reduce_to_owner_sum, whole, owner=_index_of(sizes), group=group)
@@ -371,7 +371,7 @@ class Unit:
         sizes: tuple[int, ...],
         async_op: bool,
     ) -> dist.Work | None:
-        """Fill `whole` with the shards of the group."""
+        """Fill `whole` with all shards in the group."""
         group = self.group
         assert part is not None
         assert group is not None
@@ -399,10 +399,10 @@ class Unit:
 
 
 def absent(param: nn.Parameter) -> Tensor:
-    """Return the placeholder of a sharded param: its shape, but only one NaN of memory."""
-    # A forward that reads it without a gather computes NaN, not values of freed memory, and is
-    # refused when autograd saves it. `expand` gives all elements the same address.
-    # fp32 first, because torch cannot fill every dtype of params, such as fp8.
+    """Return a placeholder for a sharded param: a single NaN, expanded to the param's shape."""
+    # A forward that reads it without a gather computes NaN, not values from freed memory. If
+    # autograd saves the placeholder, `OnUse` raises an error.
+    # fp32 first, because torch cannot fill all param dtypes, for example fp8.
     value = torch.full((), float("nan"), dtype=torch.float32, device=param.device)
     return value.to(param.dtype).expand(param.shape)
 
@@ -413,7 +413,7 @@ def set_main_grad(param: nn.Parameter, grad: Tensor | None) -> None:
 
 
 def _index_of(sizes: tuple[int, ...]) -> int:
-    """Return the only rank of a group with elements."""
+    """Return the group rank that owns all elements."""
     return next(index for index, size in enumerate(sizes) if size)
 
 

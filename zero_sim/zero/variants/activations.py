@@ -1,9 +1,10 @@
 """Activation checkpoints, whole or split over tensor-parallel ranks: P_a of ZeRO-R.
 
 With recomputation a block keeps only its input, the checkpoint, and backward runs the block again.
-All tensor-parallel ranks have the same checkpoint. With `split`, each rank keeps its part, and an
-all-gather precedes the second run (ZeRO, arXiv 1910.02054, section 6.1): one gather beside six sums
-of the same length. With offloading the checkpoint is on the CPU and takes no device memory.
+All tensor-parallel ranks have the same checkpoint. With `split`, each rank keeps only a part, and
+an all-gather precedes the second run (ZeRO, arXiv 1910.02054, section 6.1). A block issues six sums
+that are as long as this gather. With offloading the checkpoint is on the CPU and takes no device
+memory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Checkpoints = Literal["none", "whole", "split"]
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """One checkpoint, until its block runs again."""
+    """A checkpoint, until its block runs again."""
 
     memory: Tensor | None  # 1D, the whole checkpoint or this rank's part
     shape: torch.Size
@@ -31,10 +32,10 @@ class _Kept:
 
 
 class TensorParallel:
-    """One tensor-parallel rank's work around the layers that the ranks split.
+    """A rank's collectives and checkpoints around tensor-parallel layers.
 
     Args:
-        group: The ranks with one part each, in order of parts; None if this rank holds all.
+        group: The tensor-parallel ranks, in order of their parts; None if this rank holds all.
         checkpoints: Memory kept for a block's backward: `none` for autograd's own, `whole` for the
             checkpoint, `split` for this rank's part of it.
         offload: True to keep checkpoints on the CPU.
@@ -68,18 +69,18 @@ class TensorParallel:
         return (kept.memory for kept in self._kept if kept.memory is not None)
 
     def keep(self, x: Tensor) -> _Kept:
-        """Keep the checkpoint of an activation, or this rank's part of it."""
+        """Keep a copy of an activation, or this rank's part of it."""
         flat = x.detach().reshape(-1)  # 1D
         memory = flat
         if self._checkpoints == "split" and self._group is not None:
             ranks, rank = size_and_rank(self._group)
-            # Rounded up, and zeros behind the last elements: all_gather needs equal lengths.
+            # Rounded up, with zeros after the last elements, because all_gather needs equal parts.
             each = -(-flat.numel() // ranks)
             # 1D, this rank's part.
             memory = flat.new_zeros(each)
             own = flat[rank * each : (rank + 1) * each]
             memory[: own.numel()].copy_(own)
-        # A blocking copy, so that it is complete before the device memory is reused.
+        # A blocking copy, so that it ends before the device memory is reused.
         if self._offload:
             memory = torch.empty_like(memory, device="cpu").copy_(memory)
         kept = _Kept(memory, x.shape, x.device)
@@ -90,7 +91,7 @@ class TensorParallel:
         """Return the activation in its own memory, and drop the checkpoint."""
         assert kept.memory is not None
         part = kept.memory.to(kept.device)
-        # Dropped here, so that memory() counts only checkpoints of blocks yet to run again.
+        # Drop it here, because memory() counts only blocks that have yet to run again.
         kept.memory = None
         self._kept.remove(kept)
         if self._checkpoints == "split" and self._group is not None:
@@ -112,7 +113,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # A clone, because autograd may use this gradient elsewhere, and the sum works in place.
+        # A clone, because the sum works in place and autograd may use this gradient elsewhere.
         summed = grads[0].contiguous().clone()
         all_reduce_sum(summed, group=ctx.group)
         return summed, None
@@ -123,14 +124,14 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: dist.ProcessGroup) -> Tensor:
-        # A clone, because the sum works in place on an output of another autograd function.
+        # A clone, because the sum works in place and `y` belongs to another autograd function.
         summed = y.contiguous().clone()
         all_reduce_sum(summed, group=group)
         return summed
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # The derivative of the sum by each rank's term is 1.
+        # The sum's derivative by each rank's term is 1.
         return grads[0], None
 
 
@@ -146,11 +147,11 @@ class _Checkpointed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
-        # A leaf of its own, so that this backward ends at the block's input.
+        # A new leaf, so that this backward ends at the block's input.
         x = ctx.parallel.bring_back(ctx.kept).requires_grad_()
         with torch.enable_grad():
             out = ctx.block(x)
-        # Unlike autograd.grad, it accumulates into the params and fires their hooks.
+        # Unlike autograd.grad, this accumulates into the params and fires their hooks.
         torch.autograd.backward(out, grads[0])
         return x.grad, None, None
 

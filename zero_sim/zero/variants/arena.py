@@ -1,18 +1,18 @@
 """Arena: memory allocated once, for unsharded gradients that come and go within a step.
 
 Unsharded gradients live from their backward to their sum, while activations are allocated and freed
-around them. With separate allocations, memory fragments into holes of many sizes (ZeRO, arXiv
+around them. With separate allocations, memory fragments into holes with many sizes (ZeRO, arXiv
 1910.02054, section 6.3, M_D). In an arena each unit has a fixed place from the start.
 
 [Note: places]
-Units are reduced in one order; one fills while at most one is in flight. So units at even indices
-of that order start at the front of the arena, and units at odd indices end at its back. The arena
-is as long as the longest two consecutive units. If all gradients stay until the last micro-batch,
-each unit has a separate span. If gradients arrive in another order and the place of a unit is in
-use, the unit allocates its own memory.
+Units are reduced in a fixed order: while a unit fills, at most one other is in flight. So units
+alternate: even turns start at the front of the arena, odd turns end at its back. The arena is as
+long as the longest two consecutive units. If all gradients stay until the last micro-batch, each
+unit has a separate span. If gradients arrive in another order and a unit's place is in use, the
+unit allocates its own memory.
 
 Expert units have a separate part of the arena, because their number may differ between ranks. So
-gradients summed by all ranks are at the same place on each rank.
+dense gradients are at the same place on each rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Arena:
     """Memory allocated once, lent out in spans.
 
     Args:
-        size: In bytes.
+        size: Size in bytes.
         device: Device of the memory.
     """
 
@@ -45,13 +45,12 @@ class Arena:
         self._in_use: list[Span] = []
 
     def take(self, span: Span, *, dtype: torch.dtype) -> Tensor | None:
-        """Return a span as a 1D tensor, with its old contents; None if any of it is in use.
+        """Return a span as a 1D tensor, with its old contents; None if any byte is in use.
 
         Args:
-            span: In bytes. Start and length are multiples of the element size.
+            span: Span in bytes. Start and length are multiples of the element size.
             dtype: Dtype of the tensor.
         """
-        # Overlap with a single unit is enough, even if the rest of the place is free.
         if any(not span.intersect(other).empty for other in self._in_use):
             return None
         self._in_use.append(span)
@@ -63,7 +62,7 @@ class Arena:
 
 
 class ArenaStorage:
-    """The memory of a unit at its place in an arena; see [Note: places].
+    """A unit's memory at its place in an arena; see [Note: places].
 
     Args:
         arena: The arena.
@@ -91,11 +90,11 @@ class ArenaStorage:
         return self._whole
 
     def acquire(self) -> Tensor:
-        """Return the unit's memory; if new, as zeros, at its place or else outside."""
+        """Return the unit's memory. If it is new: zeros, at its place or else outside the arena."""
         if self._whole is None:
             place = self._arena.take(self._place, dtype=self._dtype)
             self.is_outside = place is None
-            # Gradients accumulate, so the place is zeroed; `otherwise` allocates zeros.
+            # Zeros, because gradients accumulate; `otherwise` allocates zeros too.
             self._whole = self._otherwise.acquire() if place is None else place.zero_()
         return self._whole
 
@@ -130,14 +129,14 @@ def move_grads(ddp: DistributedDataParallel) -> Arena:
             f"expected stage 2 or 3 with an arena, got stage={config.stage}, which keeps unsharded "
             f"gradients resident. Remove the arena, or choose another stage."
         )
-    # The order of the reductions: reverse forward order.
+    # Reduction order is reverse forward order.
     order = order_by_forward(buffers, params=list(ddp.params.values()))[::-1]
     dtypes = {unit: buffer.grad_dtype for buffer in buffers for unit in buffer.units}
     kinds = {unit: buffer.plan.key.kind for buffer in buffers for unit in buffer.units}
-    # With sync="last", gradients of earlier micro-batches stay, so units cannot share a place.
+    # With sync="last", gradients stay until the last micro-batch, so units cannot share a place.
     stay = config.sync == "last" and config.micro_batches != 1
     places: dict[Unit, Span] = {}
-    # Bytes of the parts planned so far; the next kind's part starts there.
+    # Bytes planned so far; the next kind's part starts there.
     size = 0
     # Sorted, so dense units come first and their places do not depend on a rank's experts.
     for kind in sorted(set(kinds.values())):

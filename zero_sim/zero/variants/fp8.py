@@ -1,18 +1,18 @@
 """Params of one byte per element: fp8 values times one scale per param.
 
 [Note: fp8 params]
-A param `X` of dtype `float8_e4m3fn` or `float8_e5m2` represents the weight `X * X_scale`. `X_scale`
-is a 0D fp32 buffer of the module that owns `X`, so it is moved, copied and saved with the module.
-The gradient of the param is that of this product. Autograd casts a leaf's gradient to
-`leaf.grad_dtype`, which defaults to fp8. So the module must set it to fp32 or bf16, and again after
-a `deepcopy`, which drops it.
+A param `X` with dtype `float8_e4m3fn` or `float8_e5m2` represents the weight `X * X_scale`.
+`X_scale` is a 0D fp32 buffer in the module that owns `X`, so it is moved, copied and saved with the
+module. The param's gradient is taken with respect to this product. Autograd casts a leaf's gradient
+to `leaf.grad_dtype`, which defaults to fp8. So the module must set it to fp32, bf16 or fp16, and
+again after a `deepcopy`, which drops it.
 
 [Note: current scaling]
-After the step of the masters, all ranks agree on `amax`, the largest magnitude in the whole master.
-The new scale is the smallest power of two that keeps `amax / scale` within fp8. It is limited so
-that the largest fp8 value and the scale itself stay finite and normal in fp32. It is 1 if amax is
-zero, infinite or NaN. A value is `master / scale`, clamped to the finite numbers of fp8 and rounded
-to nearest, ties to even; NaN stays NaN. Scaling by a power of two does not round.
+After the masters were stepped, all ranks agree on `amax`, the largest magnitude in the whole
+master. The new scale is the smallest power of two that keeps `amax / scale` within fp8. It is
+limited so that the largest fp8 value and the scale itself stay finite and normal in fp32. It is 1
+if amax is zero, infinite or NaN. A value is `master / scale`, clamped to finite fp8 numbers and
+rounded to nearest, ties to even; NaN stays NaN. Scaling by a power of two does not round.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The largest numbers, 448 and 57344, are both 0.875 times a power of two.
 _MAX_MANTISSA = 0.875
 _MAX_EXPONENT = {torch.float8_e4m3fn: 9, torch.float8_e5m2: 16}
-_FP32_EXPONENTS = (-126, 128)  # of the smallest normal number; of the first number too large
+_FP32_EXPONENTS = (-126, 128)  # smallest normal number; first number too large
 _FP32_BIAS, _FP32_MANTISSA_BITS = 127, 23
 
 
 def find_scale(module: nn.Module, *, name: str, param: nn.Parameter) -> Tensor:
-    """Return the scale of an fp8 param, a buffer of the module; see [Note: fp8 params].
+    """Return an fp8 param's scale, a module buffer; see [Note: fp8 params].
 
     Args:
         module: The whole model.
-        name: Name of the param in it.
+        name: The param's name in it.
         param: The param.
 
     Returns:
@@ -85,18 +85,18 @@ def find_scale(module: nn.Module, *, name: str, param: nn.Parameter) -> Tensor:
 
 
 def _find_candidates(module: nn.Module, param: nn.Parameter) -> Iterator[Tensor | None]:
-    """Yield the scale beside the param under each of its names; None if missing or not saved."""
+    """Yield the scale for each of the param's names; None if missing or not saved."""
     for owner in module.modules():
         buffers = dict(owner.named_buffers(recurse=False))
         for name, member in owner.named_parameters(recurse=False, remove_duplicate=False):
             if member is param:
-                # A scale that is not saved is useless: the values mean nothing without it.
+                # A checkpoint without the scale would make the values meaningless.
                 saved = f"{name}_scale" not in owner._non_persistent_buffers_set
                 yield buffers.get(f"{name}_scale") if saved else None
 
 
 def dequantize(values: Tensor, *, scale: Tensor) -> Tensor:
-    """Return the weights of fp8 values, in fp32.
+    """Return fp8 values as fp32 weights.
 
     Args:
         values: fp8, any shape.
@@ -109,24 +109,23 @@ def quantize_(values: Tensor, master: Tensor, *, scale: Tensor) -> None:
     """Write masters as fp8 values; see [Note: current scaling].
 
     Args:
-        values: fp8, of the master's shape.
+        values: fp8, in the master's shape.
         master: fp32.
         scale: 0D fp32.
     """
-    # Clamp first, because casts of values out of range differ: e5m2 overflows to infinity, and e4m3
-    # to NaN or the largest number, depending on the torch version.
+    # Clamp first, because casts overflow differently: e5m2 gives infinity, and e4m3 gives NaN or
+    # the largest number, depending on the torch version.
     bound = torch.finfo(values.dtype).max
     values.copy_((master / scale).clamp_(-bound, bound))
 
 
 class Fp8Cast(PlainCast):
-    """Conversion of masters to working params, some of them in fp8; see [Note: current scaling].
+    """Conversion from masters to working params that may be fp8; see [Note: current scaling].
 
     Args:
-        scales: Scale of each fp8 param, 0D fp32, a buffer of the module. Read it together with the
-            param's values.
+        scales: Scale of each fp8 param, a 0D fp32 module buffer.
         kinds: Kind of each fp8 param.
-        holders: The ranks of each kind.
+        holders: The ranks that hold each kind.
     """
 
     dtype_names = MappingProxyType({**PlainCast.dtype_names, **DTYPE_NAMES})
@@ -151,7 +150,7 @@ class Fp8Cast(PlainCast):
         params: Mapping[str, nn.Parameter],
         holders: Holders,
     ) -> Fp8Cast:
-        """Return the cast of a model, with the model's scales.
+        """Return the cast for a model, with the model's scales.
 
         Raises:
             ModelError: See `find_scale`.
@@ -162,12 +161,12 @@ class Fp8Cast(PlainCast):
         return cls(scales, kinds=kinds, holders=holders)
 
     def read(self, param: nn.Parameter, working: Tensor) -> Tensor:
-        """Return the weights that part of a working param represents; in fp32 for fp8 params."""
+        """Return the weights for a part of a working param; in fp32 for fp8 params."""
         scale = self.scales.get(param)
         return working if scale is None else dequantize(working, scale=scale)
 
     def write_(self, param: nn.Parameter, working: Tensor, master: Tensor) -> None:
-        """Write a master to its part of a working param, fp8 with the current scale."""
+        """Write a master to its part of a working param; fp8 params use the current scale."""
         scale = self.scales.get(param)
         if scale is None:
             working.copy_(master)
@@ -175,8 +174,8 @@ class Fp8Cast(PlainCast):
             quantize_(working, master, scale=scale)
 
     def prepare(self, masters: Callable[[], Iterable[tuple[nn.Parameter, Tensor]]]) -> None:
-        """Compute the new scales of all fp8 params, with one collective per kind."""
-        # Built on first use, and one per kind, because experts have another shard group.
+        """Compute new scales for all fp8 params, with one collective per kind."""
+        # An update for each kind, because experts have another shard group.
         if self._updates is None:
             by_kind: dict[str, dict[nn.Parameter, Tensor]] = {}
             for param, scale in self.scales.items():
@@ -190,11 +189,11 @@ class Fp8Cast(PlainCast):
 
 
 class ScaleUpdate:
-    """Computes the new scales of all fp8 params of one kind, with one collective per step.
+    """Computes new scales for all fp8 params of one kind, with one collective per step.
 
     Args:
-        scales: 0D fp32, by param; the same params in the same order on all ranks.
-        group: The ranks with parts of the masters; None if every rank holds all.
+        scales: 0D fp32, by param, in the same order on all ranks.
+        group: The ranks that share the masters; None if every rank holds all.
     """
 
     def __init__(
@@ -209,13 +208,13 @@ class ScaleUpdate:
         """Set the scale of every param that is not frozen. Every rank calls it.
 
         Args:
-            masters: This rank's parts of the masters, fp32, none empty. Other dtypes' params are
+            masters: This rank's parts of the masters, fp32, not empty. Params without a scale are
                 ignored.
         """
         if not self._scales:
             return
         first = next(iter(self._scales.values()))
-        # [params], fp32; 0 for params without elements on this rank, neutral in the maximum.
+        # [params], fp32; 0, neutral in the maximum, for params without elements on this rank.
         amax = first.new_zeros(len(self._scales))
         for param, master in masters:
             index = self._index_of.get(param)
@@ -226,13 +225,13 @@ class ScaleUpdate:
         # A frozen param keeps its values, so it keeps its scale.
         for param, scale in self._scales.items():
             if param.requires_grad:
-                # In place, because the scale is a buffer of the module.
+                # In place, because the scale is a module buffer.
                 scale.copy_(choose_scale(amax[self._index_of[param]], dtype=param.dtype))
 
 
 def measure_amax(master: Tensor) -> Tensor:
-    """Return the largest magnitude of at least one element, 0D; infinity for NaN."""
-    # Backends disagree on the maximum of NaN and a number, but not on that of infinity.
+    """Return the largest magnitude in a non-empty master, 0D; infinity for NaN."""
+    # Backends disagree on the maximum of NaN and a number, so send infinity instead.
     return master.abs().amax().nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
@@ -246,7 +245,7 @@ def choose_scale(amax: Tensor, *, dtype: torch.dtype) -> Tensor:
     Returns:
         0D fp32.
     """
-    # amax = mantissa * 2**exponent, with 0.5 <= mantissa < 1. One exponent more if amax / scale
+    # amax = mantissa * 2**exponent, with 0.5 <= mantissa < 1. Add 1 to the exponent if amax / scale
     # would still exceed 0.875 * 2**_MAX_EXPONENT.
     mantissa, exponent = torch.frexp(amax)
     exponent = exponent - _MAX_EXPONENT[dtype] + (mantissa > _MAX_MANTISSA)

@@ -1,10 +1,10 @@
-"""A grad unit: gradients copied into one reduce buffer and reduced to their owners.
+"""A grad unit: gradients copied into a reduce buffer and reduced to their owners.
 
-Used if gradients do not travel in the units of their params (`zero_sim.layout.grad_plan`). As
-backward produces them they are copied into a buffer of fixed length. Each run of elements with one
-owner is reduced to that owner, or everything is summed to all ranks, and the owner copies its part.
-The next unit can then use the buffer; with two buffers, the unit after next. The states are those
-of a unit's gradients (`zero_sim.zero.states`).
+Grad units are used if gradients do not travel with their params (`zero_sim.layout.grad_plan`). As
+backward produces them, they are copied into a buffer of fixed length. Each run of elements with a
+single owner is reduced to this owner, or everything is summed to all ranks. Then owners copy their
+parts, and the next unit can use the buffer; with two buffers, the unit after next. States are as
+for a unit's gradients (`zero_sim.zero.states`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zero_sim.zero.unit import ParamMemory
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GradSlice:
-    """One param's gradient in a grad unit."""
+    """A param's gradient in a grad unit."""
 
     memory: ParamMemory
     span: Span
@@ -38,31 +38,31 @@ class GradSlice:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class GradUnit:
-    """Gradients of some params on their way to their owners.
+    """Gradients on the way to their owners.
 
-    `start_reduce` and `finish_reduce` are `reduce` in two steps, with other work in between. After
-    the second, another unit may use the memory.
+    `reduce` returns after completion. To do other work in between, call `start_reduce` and
+    `finish_reduce`. Afterwards another unit may use the memory.
     """
 
     plan: GradUnitPlan
     slices: Sequence[GradSlice]
     storage: Storage
     group: dist.ProcessGroup
-    """The ranks with one shard each, in shard order."""
+    """The shard group, in shard order."""
     sums_whole: bool
-    """True to sum everything to all ranks; each keeps its part."""
+    """True to sum everything to all ranks; each rank keeps its part."""
     grads_stay: bool
     """True if gradients are accumulated in `main_grad` and stay there. Otherwise the unit copies
     `param.grad` and drops it."""
     on_arrival: bool
     """True to copy each gradient when it arrives; False to copy all once they are complete."""
     accumulates: bool
-    """True to add up the sums of several micro-batches."""
+    """True to add up the sums from several micro-batches."""
+    # The schedule must finish a unit before another unit uses the same buffer.
     frees_grads: Final = True
-    """True: another unit can use the memory only after this one."""
     grad_state: GradState = GradState.EMPTY
     _works: list[dist.Work] = field(default_factory=list)
-    # Params whose gradients are in the buffer already.
+    # Params whose gradients are already in the buffer.
     _taken: set[nn.Parameter] = field(default_factory=set)
     _has_sum: bool = False
     _slice_of: dict[nn.Parameter, GradSlice] = field(init=False)
@@ -89,15 +89,15 @@ class GradUnit:
             self._take(self._slice_of[param])
 
     def fill(self) -> None:
-        """Copy all gradients not copied yet. Missing gradients are zero."""
+        """Copy all remaining gradients. Missing gradients are zero."""
         self._open()
         for each in self.slices:
-            # A second gradient of a param already copied is added to the buffer.
+            # A param's second gradient is added to the first.
             if each.memory.param not in self._taken or each.memory.param.grad is not None:
                 self._take(each)
 
     def scale_grads(self, divide: Divide, *, divisor: Tensor) -> None:
-        """Apply the part of `divide` before the sum to this rank's own gradients."""
+        """Divide this rank's gradients, if `divide` does so before the sum."""
         scale_before_sum_(self.grads, divide, divisor=divisor)
 
     def reduce(self) -> None:
@@ -141,8 +141,8 @@ class GradUnit:
     def _take(self, each: GradSlice) -> None:
         memory = each.memory
         grad = memory.main_grad if self.grads_stay else memory.param.grad
-        # A view of the buffer in the param's shape. The buffer is not zeroed, so the first
-        # gradient of a param overwrites it.
+        # A view into the buffer, in the param's shape. The buffer is not zeroed, so a param's first
+        # gradient overwrites it.
         place = _view(self.grads, each.span).view(memory.param.shape)
         if grad is None:
             place.zero_()
@@ -156,10 +156,10 @@ class GradUnit:
 
     def _sum(self, *, async_op: bool) -> list[dist.Work]:
         if self.sums_whole:
-            # 1D, all gradients of the unit in one call.
+            # 1D, all gradients in one call.
             works = [all_reduce_sum(self.grads, group=self.group, async_op=async_op)]
         else:
-            # One call per run of elements with one owner, in order, so that all ranks pair them.
+            # A call per run, in the same order on all ranks, so that calls pair up.
             works = [
                 reduce_to_owner_sum(
                     _view(self.grads, run.span),
@@ -173,10 +173,10 @@ class GradUnit:
 
     def _end_reduce(self) -> None:
         self._step("finish")
-        # The buffer is needed by other units, so copy this rank's part out of it.
+        # Other units need the buffer, so copy this rank's part out of it.
         for each in self.slices:
             if not each.own.empty:
-                # 1D, this rank's part of one param's sum.
+                # 1D, this rank's part of the summed gradient.
                 summed = _view(self.grads, each.own)
                 if self.accumulates and self._has_sum:
                     each.memory.own_grad.add_(summed)

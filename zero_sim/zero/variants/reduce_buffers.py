@@ -1,9 +1,9 @@
 """Reduce buffers: memory of fixed length that gradients pass through on the way to their owners.
 
-A gradient schedule with its own units, as in DeepSpeed's stages 1 and 2.
+This is a gradient schedule with its own units, as in DeepSpeed's stages 1 and 2.
 
-There is one buffer for each kind of params and dtype of gradients, or two that alternate: one fills
-while the other is in flight. They are allocated from a backward's first gradient to the last sum.
+Each kind of params and gradient dtype has a buffer, or two that alternate: the first fills while
+the second is in flight. Buffers are allocated from a backward's first gradient to the last sum.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from zero_sim.zero.variants.root_reduce import WholeSumUnit
 
 
 class LentStorage:
-    """A part of memory that several units use in turn: a reduce buffer.
+    """A reduce buffer, which several units use in turn.
 
-    The lender ensures that a unit is finished before the next one starts, and frees the memory
-    after the last.
+    The schedule must finish a unit before the next unit starts, and release the lender at the end.
 
     Args:
-        lender: The memory, at least as long as the unit.
-        elems: Elements of the unit.
+        lender: The buffer, at least as long as the unit.
+        elems: Number of elements in the unit.
     """
 
     stays = False
@@ -51,12 +50,12 @@ class LentStorage:
 
     def acquire(self) -> Tensor:
         """Allocate the memory if needed, and return the unit's part."""
-        # From the start of the buffer, which has one unit at a time.
+        # Always from the start, because the buffer contains a single unit at a time.
         self._whole = self._lender.acquire().narrow(0, 0, self._elems)
         return self._whole
 
     def release(self) -> None:
-        """Stop using the memory. The lender frees it."""
+        """Stop using the memory; the lender frees it."""
         self._whole = None
 
 
@@ -69,13 +68,12 @@ class BufferSettings:
     """
 
     elems: int
-    """Length of the buffers, in elements. Gradients are copied into them as backward produces
-    them, and reduced to each owner. A longer gradient travels alone."""
+    """Buffer length in elements. A longer gradient travels alone."""
     contiguous_grads: bool = True
-    """True to copy each gradient on arrival; False to copy all gradients of a unit into new memory
-    once they are complete."""
+    """True to copy each gradient on arrival; False to copy a unit's gradients into new memory once
+    all are complete."""
     sums_whole: bool = False
-    """True to sum everything to all ranks; each keeps its part."""
+    """True to sum everything to all ranks; each rank keeps its part."""
 
     def __post_init__(self) -> None:
         # type(), because bool is a subclass of int.
@@ -84,20 +82,20 @@ class BufferSettings:
 
 
 class ReduceBuffers:
-    """The grad units of a model, with their shared memory.
+    """A model's grad units, with their shared memory.
 
     Args:
-        buffers: All buffers of the model's params.
-        params: The params by name, in registration order; gradients arrive in reverse.
+        buffers: All flat buffers.
+        params: Params by name, in registration order. Gradients should arrive in reverse.
         config: The engine's config. With overlapped gradients two buffers alternate.
-        settings: Length of the buffers, and time of the copies.
-        holders: The ranks of each kind of params.
+        settings: Buffer length, and time of the copies.
+        holders: The ranks that hold each kind of params.
     """
 
     units: tuple[GradUnit, ...]
-    """Units in the order of their reductions."""
+    """Units in reduction order."""
     unit_of: Mapping[nn.Parameter, GradUnit]
-    """The unit of each param that has elements."""
+    """The unit of each non-empty param."""
 
     def __init__(
         self,
@@ -111,9 +109,9 @@ class ReduceBuffers:
         self._elems = settings.elems
         self._config, self._settings = config, settings
         self._lenders: dict[tuple[object, int], TransientStorage] = {}
-        # A grad unit may contain params of several buffers.
+        # A grad unit may contain params from several flat buffers.
         home_of = {param: buffer for buffer in buffers for param in buffer.memory}
-        # One lane per kind and dtype, because a collective has one group and one dtype.
+        # A lane per kind and dtype, because a collective has a single group and dtype.
         lanes = [(buffer.plan.key.kind, buffer.grad_dtype) for buffer in buffers]
         plans = plan_grad_units(
             [buffer.plan for buffer in buffers],
@@ -152,7 +150,7 @@ class ReduceBuffers:
         holders: Holders,
     ) -> GradUnit:
         config, home = self._config, members[0][0]
-        # Set, because _check_config requires sharded state, so there is a shard group.
+        # Not None, because _check_config requires sharded state, so there is a shard group.
         group = holders.owners_of(home.plan.key.kind)
         assert group is not None
         slices = [
@@ -168,19 +166,19 @@ class ReduceBuffers:
             # Stage 1 accumulates in `main_grad`; stage 2 keeps only the owner's part of the sum.
             grads_stay=not config.sharding.grads,
             on_arrival=self._settings.contiguous_grads,
-            # In these cases every micro-batch is reduced, so sums add up over the step.
+            # In these cases every micro-batch is reduced, so sums add up during the step.
             accumulates=config.sharding.grads or config.sync == "every",
         )
 
     def _storage_of(self, plan: GradUnitPlan, *, home: Buffer) -> Storage:
         def memory(elems: int) -> TransientStorage:
-            # Not zeroed: gradients fill it without gaps, and missing ones are written as zeros.
+            # Not zeroed: gradients fill it without gaps, and missing gradients become zeros.
             return TransientStorage(elems, dtype=home.grad_dtype, device=home.device, zeroed=False)
 
-        # A longer gradient, or one that is copied late, gets memory of its own.
+        # A long gradient, or a unit that is copied late, gets separate memory.
         if plan.is_large or not self._settings.contiguous_grads:
             return memory(plan.numel)
-        # Two alternate with overlap, because one is in flight while the next unit fills.
+        # With overlap a unit is in flight while the next unit fills, so two buffers alternate.
         turns = 2 if self._config.overlap_grads else 1
         key = (plan.lane, plan.turn % turns)
         lender = self._lenders.setdefault(key, memory(self._elems))
@@ -190,12 +188,12 @@ class ReduceBuffers:
 class BufferedGrads(UnderBackward):
     """Copies gradients into reduce buffers on arrival, and reduces each unit once it is ready.
 
-    Only the first unit not yet issued copies gradients on arrival. Gradients of later units stay in
-    `param.grad` until their turn, because an earlier unit still uses their memory.
+    Only the next unit to be issued copies gradients on arrival. Gradients for later units wait
+    until the buffer is free: in `main_grad` if resident, else in `param.grad`.
 
     Args:
-        wrapped: The module with the gradients.
-        settings: Length of the buffers, and time of the copies.
+        wrapped: The module.
+        settings: Buffer length, and time of the copies.
 
     Raises:
         UsageError: If config or units do not allow reduce buffers.
@@ -212,14 +210,14 @@ class BufferedGrads(UnderBackward):
             settings=settings,
             holders=wrapped.holders,
         )
-        # Grad units have all methods that the schedule calls on units.
+        # Grad units have all methods that the schedule calls.
         self._units = cast("Sequence[Unit]", self.buffers.units)
         self._unit_of = cast("Mapping[nn.Parameter, Unit]", self.buffers.unit_of)
         # At stage 2 the grad unit copies `param.grad` and drops it.
         self._grads_are_transient = wrapped.config.sharding.grads
 
     def take(self, memory: ParamMemory) -> None:
-        """Accumulate a new gradient if gradients are resident; otherwise leave it to its unit."""
+        """Accumulate a new gradient in `main_grad` if resident; otherwise leave it to its unit."""
         if self._grads_are_transient and memory.param in self._unit_of:
             self.mark_ready(memory.param)
         else:
@@ -233,7 +231,7 @@ class BufferedGrads(UnderBackward):
         super().mark_ready(param)
 
     def finish(self) -> None:
-        """Issue the rest, wait until every unit is reduced, and free the buffers."""
+        """Issue the remaining units, wait until every unit is reduced, and free the buffers."""
         super().finish()
         self.buffers.release()
 
@@ -250,9 +248,9 @@ class BufferedGrads(UnderBackward):
             unit.reset_grads()
 
     def _issue_next(self) -> None:
-        # Issuing first, because it frees or fills the buffer that the next unit uses.
+        # First, because this frees the buffer that the next unit uses.
         super()._issue_next()
-        # The next unit's turn: copy its gradients that arrived early.
+        # Copy the next unit's gradients that arrived early.
         if self._issued_count < len(self.buffers.units):
             following = self.buffers.units[self._issued_count]
             for param in following.params:
@@ -269,7 +267,7 @@ def _check_config(config: ZeroConfig) -> None:
         )
     if config.redundancy > 1:
         raise UsageError(
-            f"expected redundancy=1 with reduce buffers, because their sums end at one owner, "
+            f"expected redundancy=1 with reduce buffers, because their sums end at a single owner, "
             f"without replicas, got {config.redundancy}. Remove either."
         )
     if config.sharding.grads and config.sync == "last":
@@ -280,7 +278,7 @@ def _check_config(config: ZeroConfig) -> None:
 
 
 def _check_units(units: Sequence[Unit]) -> None:
-    """Refuse units with their own kind of sum, which would never be issued."""
+    """Refuse unit classes with their own sums, which would never be issued."""
     for unit in units:
         if isinstance(unit, WholeSumUnit):
             raise UsageError(

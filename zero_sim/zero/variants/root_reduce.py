@@ -1,7 +1,7 @@
-"""Sums of unsharded gradients: by an all-reduce, or on the first rank of a group.
+"""Alternatives to reduce-scatter: an all-reduce, or a naive sum on a group's first rank.
 
 Every rank receives the sum of a whole unit and keeps its shard. An all-reduce moves twice as much
-as a reduce-scatter; the naive sum on the first rank moves far more through that rank.
+as a reduce-scatter; the naive sum moves far more through the first rank.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def sum_at_first(
 ) -> dist.Work | None:
     """Sum like `all_reduce_sum`, the naive way: the first rank receives all, adds and broadcasts.
 
-    It adds in rank order, in the dtype of `flat`, and moves 2(N - 1) times the size of `flat`. Each
-    rank of a ring all-reduce moves less than twice that size.
+    It adds in rank order, in the dtype of `flat`. The first rank moves 2(N - 1) times the size of
+    `flat`; in a ring all-reduce each rank moves less than twice that size.
     """
     size, rank = size_and_rank(group)
     # N tensors as long as `flat`, on the first rank only.
     parts = [torch.empty_like(flat) for _ in range(size)] if rank == 0 else None
-    # Always asynchronous: wait() below continues with the second half.
+    # Always asynchronous, because wait() continues with the second half.
     sent = dist.gather(flat, parts, group_dst=0, group=group, async_op=True)
     summing = _SumAtFirst(flat=flat, parts=parts, sent=sent, group=group)
     if async_op:
@@ -47,14 +47,14 @@ class _SumAtFirst:
 
     flat: Tensor
     parts: list[Tensor] | None
-    """The values received from each rank; on the first rank only."""
+    """Values from each rank; on the first rank only."""
     sent: dist.Work | None
     group: dist.ProcessGroup
 
     def wait(self) -> None:
         """Add the received values, and broadcast the sum."""
         assert self.sent is not None
-        # Only here, because the broadcast must not start before the gather has ended.
+        # The broadcast must not start before the gather has ended.
         self.sent.wait()
         if self.parts is not None:
             self._add(self.parts)
@@ -62,7 +62,7 @@ class _SumAtFirst:
         self._send_back()
 
     def _add(self, parts: list[Tensor]) -> None:
-        # In rank order, starting with rank 0: the reference adds in this named order.
+        # In rank order from rank 0, because the reference adds in this named order.
         self.flat.copy_(parts[0])
         for part in parts[1:]:
             self.flat.add_(part)
@@ -73,10 +73,10 @@ class _SumAtFirst:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class WholeSumUnit(Unit):
-    """A unit whose unsharded gradients are summed to all ranks of its shard group."""
+    """A unit whose unsharded gradients are summed to all ranks in its shard group."""
 
     sum_all: ClassVar[Callable[..., dist.Work | None]]
-    """Sums a tensor to all ranks of a group; arguments as `all_reduce_sum`."""
+    """Sums a tensor to all ranks in a group; arguments as `all_reduce_sum`."""
 
     def _sum_shards(self, *, async_op: bool) -> dist.Work | None:
         if self.group is None:
@@ -111,7 +111,7 @@ class SummedAtFirstUnit(WholeSumUnit):
     sum_all = staticmethod(sum_at_first)
 
     def _sum_replicas(self, *, async_op: bool) -> dist.Work | None:
-        # With a shard group, the sum over its replicas stays a plain all-reduce.
+        # With a shard group, the sum over replicas stays a plain all-reduce.
         if self.group is not None or self.replica_group is None:
             return Unit._sum_replicas(self, async_op=async_op)
         return sum_at_first(self.grad_shard, group=self.replica_group, async_op=async_op)
@@ -120,12 +120,12 @@ class SummedAtFirstUnit(WholeSumUnit):
 class UnderBackwardAtFirst(UnderBackward):
     """Reduces each unit as soon as it is ready, for sums that end with a second call.
 
-    The second call must come before a gather in its group, or it would pair with that gather on a
+    This second call must come before a gather in its group, or it could pair with the gather on a
     faster rank.
     """
 
     def before_gather(self, group: dist.ProcessGroup | None) -> None:
-        """Wait for the last issued sum, if it was in that group."""
+        """Wait for the last issued sum, if it is in that group."""
         if self._issued_count:
             last = self._units[self._issued_count - 1]
             if isinstance(last, SummedAtFirstUnit) and last.group is group:

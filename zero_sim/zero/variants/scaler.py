@@ -1,11 +1,11 @@
 """Dynamic loss scaling: a power of two that protects small gradients from underflow.
 
-The loss is multiplied by the scale before backward and the summed gradient divided by it. Both are
-exact unless something overflows or underflows. After an overflow the step is skipped and the scale
-halved. After enough steps without overflow it is doubled, to stay as high as possible.
+The loss is multiplied by the scale before backward, and the summed gradient is divided by it. Both
+are exact unless something overflows or underflows. After an overflow the step is skipped and the
+scale halved. After enough steps without overflow the scale doubles, to stay as high as possible.
 
-Source: Micikevicius et al., "Mixed precision training", 2018, section 3.2; the growth rule is that
-of `torch.amp.GradScaler` with factors of two.
+Source: Micikevicius et al., "Mixed precision training", 2018, section 3.2. The growth rule follows
+`torch.amp.GradScaler`, with factors of two.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from zero_sim.errors import UsageError
 
 @dataclass(kw_only=True, slots=True)
 class LossScaler:
-    """The loss scale of one rank; equal on all ranks, because they agree on overflows.
+    """A rank's loss scale; equal on all ranks, because they agree on overflows.
 
-    The three fields are its state, saved in checkpoints.
+    Checkpoints save its three fields.
 
     Raises:
-        UsageError: If the scale is not a power of two of at least 1, or a count is out of range.
+        UsageError: If the scale is not a power of two or below 1, or a count is out of range.
     """
 
     scale: float = 65536.0
-    """Factor of the next loss."""
+    """Factor for the next loss."""
     growth_interval: int = 2000
     """Consecutive steps without overflow before the scale doubles."""
     good_steps: int = 0
@@ -57,16 +57,15 @@ class LossScaler:
         """Adapt the scale after a step.
 
         Args:
-            found_inf: True if any rank's gradient had an infinity or NaN; the same on all ranks.
+            found_inf: True if any rank's gradient had an infinity or NaN; equal on all ranks.
         """
         if found_inf:
-            # The lower limit is 1, as the constructor requires.
+            # The constructor requires at least 1.
             self.scale = max(self.scale / 2, 1.0)
             self.good_steps = 0
             return
         self.good_steps += 1
-        # Counted from the last change of the scale, up or down.
         if self.good_steps == self.growth_interval:
-            # Without an upper limit: an overflow halves it again.
+            # No upper limit is needed, because an overflow halves it again.
             self.scale *= 2
             self.good_steps = 0

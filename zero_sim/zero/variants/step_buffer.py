@@ -1,8 +1,8 @@
 """A step buffer: fp32 gradients pass through memory of fixed length, for any model size.
 
-Unscaling, dividing, measuring and clipping need a rank's gradients in fp32, as large as its
-masters. With a step buffer, only as many as fit are converted at a time (ZeRO, arXiv 1910.02054,
-section 6.2, C_B).
+Unscaling, dividing, measuring and clipping need gradients in fp32, which take as much memory as the
+masters. With a step buffer, gradients are converted in turns that fit into it (ZeRO, arXiv
+1910.02054, section 6.2, C_B).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ AnyMaster = TypeVar("AnyMaster", bound=_WithLeaf)
 
 
 class StepBuffer(AllAtOnce):
-    """A stepper that converts gradients in turns, as many as fit into memory of fixed length.
+    """A stepper that converts gradients in turns, each as long as fits into the buffer.
 
     Args:
-        optimizer: The optimizer of the masters.
-        elems: Length of the memory.
+        optimizer: Holds the masters to step.
+        elems: Buffer length in elements.
 
     Raises:
         UsageError: If `elems` is not a positive integer.
@@ -53,14 +53,14 @@ class StepBuffer(AllAtOnce):
         return self._measure_in_turns(self._turns)
 
     def step(self, trained: list[Master], *, norm: Tensor) -> None:
-        """Convert gradients again, turn by turn, step their masters, then write all of them."""
-        # A second conversion, because the norm is known only after the last turn. Each element's
+        """Convert gradients again and step their masters, turn by turn. Then write all masters."""
+        # Convert again, because the norm is known only after the last turn. Each element's
         # computation is the same and sums of squares are fp64, so no bit depends on the turns.
         self._step_in_turns(self._turns, norm=norm)
 
     def copy(self, reduced: Tensor) -> Tensor:
-        """Return an fp32 copy, 1D: in the buffer until the next turn, or its own if longer."""
-        # A longer fragment cannot be split: torch's optimizers keep a step count per tensor.
+        """Return an fp32 copy, 1D: in the buffer until the next turn, or separate if too long."""
+        # A long fragment cannot be split, because torch's optimizers keep a step count per tensor.
         if reduced.numel() > self.elems:
             return super().copy(reduced)
         if self._memory is None:
@@ -68,7 +68,7 @@ class StepBuffer(AllAtOnce):
                 self.elems, dtype=torch.float32, device=self._optimizer.state_device
             )
         start, self._used = self._used, self._used + reduced.numel()
-        # A view of the buffer, 1D fp32, after the gradients of this turn so far.
+        # A view into the buffer, 1D fp32, after this turn's earlier gradients.
         return self._memory[start : self._used].copy_(reduced)
 
     def release(self) -> None:
@@ -76,9 +76,9 @@ class StepBuffer(AllAtOnce):
         self._memory = None
 
     def turns(self, masters: Sequence[AnyMaster]) -> list[list[AnyMaster]]:
-        """Split masters into turns. Each turn fits the buffer, or is a single longer master."""
+        """Split masters into turns that fit the buffer; a longer master gets its own turn."""
         made: list[list[AnyMaster]] = []
-        # Over the limit, so that the first master opens a turn.
+        # Above the limit, so that the first master opens a turn.
         held = self.elems + 1
         for master in masters:
             elems = master.leaf.numel()
@@ -93,13 +93,12 @@ class StepBuffer(AllAtOnce):
         optimizer = self._optimizer
         measured = measure_grads([], device=optimizer.ddp.buffers[0].device)
         for turn in turns:
-            # Sums of squares, counts and overflows add up over turns; one agreement over ranks
-            # follows.
+            # Squares, zeros and overflows add up over turns, so a single collective follows.
             measured += optimizer._measure_own(turn, self._upcast_turn(turn))
         return optimizer._agree_on(measured)
 
     def _step_in_turns(self, turns: list[list[Master]], *, norm: Tensor) -> None:
-        # Each turn reuses the buffer, so gradients must be dropped before the next one.
+        # Each turn reuses the buffer, so it must drop its gradients.
         optimizer = self._optimizer
         for turn in turns:
             grads = self._upcast_turn(turn)
@@ -110,7 +109,7 @@ class StepBuffer(AllAtOnce):
             optimizer.inner.step()
             for master in turn:
                 master.leaf.grad = None
-        # One write for all turns, because new fp8 scales need every master.
+        # Write after all turns, because new fp8 scales need every master.
         optimizer._check_new_state()
         optimizer._write_back([master for turn in turns for master in turn])
 

@@ -1,7 +1,7 @@
 """Micro-batches without data on some ranks: these ranks join with zero gradients.
 
-A joining rank issues the collectives of a micro-batch without a forward. Gradients it accumulated
-earlier in the step are summed with those of the other ranks.
+A joining rank issues a micro-batch's collectives without a forward. Gradients that it accumulated
+earlier in the step take part in the sum.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from zero_sim.zero.unit import Unit
 
 
 class UnevenStepCount(StepCount):
-    """The count of a step with different numbers of micro-batches per rank.
+    """A step's count if ranks have different numbers of micro-batches.
 
     `divide_by="micro-batches"` counts micro-batches with data, over all ranks.
 
     Raises:
-        UsageError: If that count is needed before the step's last micro-batch.
+        UsageError: If this count is needed before the step's last micro-batch.
     """
 
     def __init__(self, config: ZeroConfig, *, group: dist.ProcessGroup, divisor: Tensor) -> None:
@@ -45,7 +45,7 @@ class UnevenStepCount(StepCount):
     def _take(self, *, last: bool) -> int:
         if self._config.divide_by != "micro-batches":
             return super()._take(last=last)
-        # micro_batches counts the ended ones, so the current one adds 1.
+        # micro_batches does not include the current micro-batch yet, so add 1.
         return self._sum_over_ranks(self.micro_batches + 1 - self._joined)
 
 
@@ -56,27 +56,27 @@ class RepeatableOnUse(OnUse):
     """
 
     def __init__(self, wrapped: Wrapped, *, grads: UnderBackward) -> None:
-        # Starts and ends of module calls in this micro-batch, and in the last one with data.
+        # Starts and ends of module calls, in this micro-batch and in the last with data.
         self._calls: list[tuple[nn.Module, tuple[Unit, ...], bool]] = []
         self._last_calls: list[tuple[nn.Module, tuple[Unit, ...], bool]] = []
         super().__init__(wrapped, grads=grads)
 
     def repeat_forward(self) -> None:
-        """Repeat the gathers of the last micro-batch's forward, without running it.
+        """Repeat the gathers from the last forward, without running it.
 
-        The end of backward then goes through it in reverse, as usual.
+        The end of backward then passes its uses in reverse, as usual.
 
         Raises:
             UsageError: If this rank had no forward yet.
         """
-        # Other ranks run a forward at this time; their gathers must find the same calls here.
+        # Other ranks run a forward now, and their gathers must pair with gathers here.
         if not self._last_calls:
             raise UsageError(
                 "expected a forward on this rank before it joins a micro-batch without data, "
                 "because it repeats the gathers of that forward, got none. Give every rank data in "
                 "the first micro-batch, or choose a stage below 3."
             )
-        # enable_grad: the hooks record uses only with gradients.
+        # enable_grad, because the hooks record uses only with gradients.
         with torch.enable_grad():
             for module, needed, begins in self._last_calls:
                 if begins:
@@ -114,7 +114,7 @@ def join_micro_batch(
 ) -> None:
     """Take part in a micro-batch without data on this rank, with zero gradients.
 
-    It replaces begin_last_micro_batch, forward, backward and end_micro_batch.
+    Call it in place of begin_last_micro_batch, forward, backward and end_micro_batch.
 
     Args:
         ddp: Built with `UnevenStepCount` and, if it shards params, `RepeatableOnUse`.
@@ -122,8 +122,8 @@ def join_micro_batch(
         count: See `finish_grad_sync`.
 
     Raises:
-        UsageError: For the reasons of these methods; if `ddp` has another step count; or if params
-            are sharded and this rank had no data yet, so there is no order of gathers.
+        UsageError: As in these methods; if `ddp` has another step count; or if params are sharded
+            and this rank had no data yet, so the gather order is unknown.
     """
     if not isinstance(ddp.step_count, UnevenStepCount):
         raise UsageError(
@@ -131,9 +131,9 @@ def join_micro_batch(
             "divisor, got a StepCount. Pass seams=Seams(step_count=UnevenStepCount)."
         )
     ddp.step_count.join()
-    # On this rank no forward waits for the gathers in flight.
+    # Without a forward, nothing else waits for the gathers in flight.
     ddp.finish_param_gather()
-    # Other schedules issue no gathers in forward.
+    # Only OnUse schedules issue gathers in forward.
     if isinstance(ddp.param_schedule, RepeatableOnUse):
         ddp.param_schedule.repeat_forward()
     # After the forward, as on ranks with data, because it may contain a collective.

@@ -1,17 +1,17 @@
-"""Optimizers over shards whose step of an element depends on its whole param.
+"""Optimizers over shards that need whole params, such as Muon and LAMB.
 
-Their state is elementwise, and so is the update of a master. But the update also needs a number or
-a matrix computed from the whole param. So a step has three parts:
+State and master updates are elementwise, but an update also needs a number or a matrix computed
+from the whole param. So a step has three parts:
 
-1. Each owner computes its part of a direction from its part of gradient and state.
-2. The parts are gathered, one bucket at a time; nothing else is ever unsharded.
+1. Each owner computes its part of a direction, from its part of gradient and state.
+2. The directions are gathered, bucket by bucket; nothing else is ever unsharded.
 3. Each owner computes the whole update and applies its own part.
 
-If one rank owns all of a param, nothing is gathered.
+If a single rank owns the whole param, nothing is gathered.
 
 [Note: memory of its own]
-The address of a matrix in a flat buffer can change the bits of a product. So whole matrices are
-copied to their own memory first.
+A matrix's address in a flat buffer can change the bits of a product. So whole matrices are copied
+to separate memory first.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from zero_sim.zero.optimizer import AllAtOnce, DistributedOptimizer
 from zero_sim.zero.unit import Unit
 
 Parts = Mapping[Tensor, tuple[Tensor, ...]]
-"""Tensors with one value per element of a leaf, by leaf; a leaf is a fragment of a master."""
+"""Tensors by leaf, each with one value per leaf element. A leaf is a master's fragment."""
 WholeOf = Callable[[Parts], Iterable[tuple[Tensor, tuple[Tensor, ...], slice]]]
-"""Gathers parts. Yields each leaf with the whole tensors, in the shape of its param, and the leaf's
-slice of these, flattened. Every rank calls it equally often, even without leaves."""
+"""Gathers parts. Yields each leaf, the whole tensors in the param's shape, and the leaf's slice in
+the flattened whole. Every rank calls it equally often, even without leaves."""
 
-# Coefficients and number of iterations of Jordan's Muon.
+# Coefficients and number of iterations in Jordan's Muon.
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _NEWTON_SCHULZ_STEPS = 5
 
@@ -49,23 +49,23 @@ def leaves_are_whole(parts: Parts) -> Iterator[tuple[Tensor, tuple[Tensor, ...],
 
 
 class Muon(Optimizer):
-    """Momentum with matrices made orthogonal before they are added.
+    """Momentum whose matrices are made orthogonal before they update the params.
 
-    Tensors of more than two dimensions count as matrices of their first one. Vectors and scalars
-    are moved by their momentum directly.
+    Tensors with more than two dimensions become matrices: the first dimension is rows, the others
+    are columns. Vectors and scalars are updated with their momentum directly.
 
     Args:
         params: Masters, fp32.
         lr: Learning rate.
-        momentum: Weight of the old mean in the moving mean of gradients.
-        nesterov: True to use the mean of gradient and momentum as the direction.
+        momentum: Weight of the old mean in the gradient's moving mean.
+        nesterov: True to use a mean of gradient and momentum as the direction.
         eps: Lower bound for the norm that divides a matrix.
         weight_decay: Decoupled, as in AdamW.
 
     Source:
         Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024), with its
-        coefficients and five steps of Newton-Schulz, here in fp32; scaled by
-        max(1, rows / columns)^0.5 as there.
+        coefficients, its scale max(1, rows / columns)^0.5, and five Newton-Schulz steps, here in
+        fp32.
     """
 
     gathers = 1
@@ -94,7 +94,7 @@ class Muon(Optimizer):
         self.whole_of: WholeOf = leaves_are_whole
 
     def attach(self, optimizer: DistributedOptimizer) -> None:
-        """Gather whole directions with the collectives of the params' owners.
+        """Gather whole directions with the params' own collectives.
 
         Raises:
             UsageError: If masters are on another device, or the stepper works in turns.
@@ -123,7 +123,7 @@ class Muon(Optimizer):
 
 
 class Lamb(Optimizer):
-    """Adam with each param's step scaled to the norm of the param, times the learning rate.
+    """Adam whose step for each param is scaled to the param's norm times the learning rate.
 
     Args:
         params: Masters, fp32.
@@ -134,7 +134,7 @@ class Lamb(Optimizer):
 
     Source:
         You et al., "Large batch optimization for deep learning" (arXiv 1904.00962), algorithm 2,
-        with bias correction and without bounds for the ratio, which is 1 if a norm is zero.
+        with bias correction. The ratio is unbounded, and is 1 if a norm is zero.
     """
 
     gathers = 2
@@ -155,7 +155,7 @@ class Lamb(Optimizer):
         self.whole_of: WholeOf = leaves_are_whole
 
     def attach(self, optimizer: DistributedOptimizer) -> None:
-        """Gather whole weights and directions with the collectives of the params' owners.
+        """Gather whole weights and directions with the params' own collectives.
 
         Raises:
             UsageError: If masters are on another device, or the stepper works in turns.
@@ -170,7 +170,7 @@ class Lamb(Optimizer):
         for leaf, group in groups.items():
             directions[leaf] = self._direction(leaf, group)
             parts[leaf] = (leaf.detach(), directions[leaf])
-        # The ratio needs both wholes, but the update is elementwise, so it uses the own part.
+        # The ratio needs the whole tensors, but the update is elementwise and uses this part only.
         for leaf, (weights, direction), _ in self.whole_of(parts):
             ratio = trust_ratio(weights, direction)
             leaf.sub_(directions[leaf] * (ratio * groups[leaf]["lr"]))
@@ -212,7 +212,7 @@ def _whole_of(
     optimizer: DistributedOptimizer, gathers: int, parts: Parts
 ) -> Iterator[tuple[Tensor, tuple[Tensor, ...], slice]]:
     """Gather fragments bucket by bucket: the `WholeOf` with sharding."""
-    # Over all units, not over `parts`: ranks without a fragment take part in each collective.
+    # Over all units, because ranks without a fragment take part in each collective too.
     members: dict[tuple[int, int], list[Master]] = {}
     for master in optimizer.masters:
         if master.leaf in parts:
@@ -220,10 +220,10 @@ def _whole_of(
     for index, buffer in enumerate(optimizer.ddp.buffers):
         for unit in buffer.units:
             here = members.get((index, unit.plan.index), [])
-            # One whole 1D tensor per gathered quantity, in the order of `parts`.
+            # A whole 1D tensor per gathered quantity, in the same order as in `parts`.
             wholes = []
             for which in range(gathers):
-                # 1D, one shard of this quantity; zeros for padding and frozen params.
+                # 1D, this rank's shard of the quantity; zeros for padding and frozen params.
                 shard = torch.zeros(unit.own_span.numel, device=buffer.device)
                 for master in here:
                     place = master.fragment.in_shard
@@ -234,7 +234,7 @@ def _whole_of(
 
 
 def whole_of_unit(unit: Unit, shard: Tensor) -> Tensor:
-    """Return the whole of a unit from each owner's shard, 1D; a collective if several own parts."""
+    """Gather a unit from its owners' shards, 1D. A collective, unless it has a single owner."""
     # Decided from the plan, which is equal on all ranks, so they agree not to gather.
     if unit.plan.partition.owner is not None or unit.plan.shard_count == 1:
         return shard
@@ -244,7 +244,7 @@ def whole_of_unit(unit: Unit, shard: Tensor) -> Tensor:
 
 
 def _of_param(master: Master, wholes: list[Tensor]) -> tuple[tuple[Tensor, ...], slice]:
-    """Return one param's part of a unit's whole quantities, and the master's slice of it."""
+    """Return a param's whole quantities from its unit, and the master's slice of them."""
     at, own = master.buffer.memory[master.param].in_unit, master.fragment.in_param
     shape = master.param.shape
     mine = tuple(whole.narrow(0, at.start, at.numel).view(shape) for whole in wholes)
@@ -278,7 +278,7 @@ def orthogonalized(direction: Tensor, *, eps: float) -> Tensor:
 
 
 def trust_ratio(weights: Tensor, direction: Tensor) -> Tensor:
-    """Return the norm of a whole param over that of its direction, 0D fp32; 1 if either is zero."""
+    """Return the param's norm divided by the direction's, 0D fp32; 1 if either is zero."""
     # Copies; see [Note: memory of its own].
     norms = [torch.linalg.vector_norm(each.clone()) for each in (weights, direction)]
     ratio = norms[0] / norms[1]
