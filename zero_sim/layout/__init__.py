@@ -1,4 +1,4 @@
-"""Layouts: flat offsets, padding, buckets, shards and fragments of params. Integers only."""
+"""Layouts: flat offsets, padding, buckets, shards and fragments. Integers only, no tensors."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Grad units: gradients that share one reduce buffer, and the owners of their elements.
+"""Grad units: gradients that share a reduce buffer, and the owners of their elements.
 
-A layout says where params lie. Gradients may travel in another order and in larger or smaller
-pieces: in the order in which backward should produce them, as many as fit a buffer of fixed length.
-A *run* is a contiguous part of such a buffer with a single owner.
+Gradients need not travel with their params' buckets. A grad unit contains as many gradients as fit
+a buffer of fixed length, in the order in which backward should produce them. A *run* is a
+contiguous part of the unit with a single owner.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zero_sim.layout.span import Span
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradRun:
-    """Contiguous elements of a grad unit that one shard owns."""
+    """Contiguous elements in a grad unit that belong to the same shard."""
 
     shard: int
     span: Span
@@ -28,7 +28,6 @@ class PlacedGrad:
     """A param's gradient and its span in a unit."""
 
     name: str
-    """Name of the param."""
     span: Span
     """Elements, counted from the start of the unit."""
 
@@ -38,20 +37,20 @@ class GradUnitPlan:
     """Gradients that are reduced together."""
 
     lane: Hashable
-    """Key of the buffer; only gradients with equal keys share one."""
+    """Buffer key. Only gradients with equal keys share a buffer."""
     turn: int
-    """Index of the unit in its lane, from 0."""
+    """Index in the lane, from 0."""
     grads: tuple[PlacedGrad, ...]
-    """Contiguous, in order of expected arrival, without padding."""
+    """Contiguous, in expected arrival order, without padding."""
     runs: tuple[GradRun, ...]
     """Contiguous; together they cover the unit."""
     is_large: bool
-    """True if the unit is a single gradient that is longer than a buffer."""
+    """True if the unit is a single gradient, longer than a buffer."""
 
     @property
     def numel(self) -> int:
         """Number of elements."""
-        # Gradients are contiguous, so the last one ends the unit.
+        # Gradients are contiguous, so the last gradient ends the unit.
         return self.grads[-1].span.stop
 
 
@@ -67,26 +66,26 @@ def plan_grad_units(
     All ranks compute the same units, whichever gradients they produce, so their collectives match.
 
     Args:
-        plans: All buffers of params.
-        lanes: Key of each buffer in `plans`; gradients of buffers with equal keys share units.
-        arrivals: Names of all params, in the expected order of their gradients.
+        plans: All flat buffers.
+        lanes: Lane for each buffer in `plans`. Gradients share units if their lanes are equal.
+        arrivals: All param names, in expected gradient order.
         buffer_elems: Length of a reduce buffer in elements, at least 1.
 
     Returns:
-        Units in order of completion. Params without elements are in none.
+        Units in completion order. Empty params are in no unit.
 
     Source:
         DeepSpeed, stages 1 and 2 (`reduce_independent_p_g_buckets_and_remove_grads`): a gradient
-        that no longer fits opens the next buffer, and a longer one gets its own. DeepSpeed uses the
-        order of arrival; here it is the expected order, because ranks may differ in the former.
+        that no longer fits opens the next buffer, and a gradient longer than a buffer gets its own.
+        DeepSpeed uses arrival order; here it is the expected order, because arrival order may
+        differ between ranks.
     """
     homes = {placed.name: index for index, plan in enumerate(plans) for placed in plan.params}
     owners = _owners_of(plans)
     cut: dict[Hashable, list[list[str]]] = {}
     for name in arrivals:
-        # Ranks may get gradients in other orders; the plan must be equal on all of them.
         elems = _elems(owners[name])
-        # An empty gradient moves nothing, and an empty unit would issue a collective.
+        # An empty gradient moves nothing, and an empty unit would still issue a collective.
         if not elems:
             continue
         units = cut.setdefault(lanes[homes[name]], [[]])
@@ -101,12 +100,12 @@ def plan_grad_units(
         for lane, units in cut.items()
         for turn, names in enumerate(units)
     ]
-    # A unit is complete when its last gradient arrives, whichever lane it belongs to.
+    # A unit is complete when its last gradient arrives, so this orders units across lanes.
     return tuple(sorted(made, key=lambda unit: place[unit.grads[-1].name]))
 
 
 def _owners_of(plans: Sequence[BufferPlan]) -> dict[str, list[tuple[int, int]]]:
-    """Return (shard, owned elements) of each param, in order of the param's elements."""
+    """Return (shard, owned elements) pairs for each param, in element order."""
     owners: dict[str, list[tuple[int, int]]] = {
         placed.name: [] for plan in plans for placed in plan.params
     }
@@ -135,20 +134,20 @@ def _plan_unit(
     for name in names:
         grads.append(PlacedGrad(name=name, span=Span(start, start + _elems(owners[name]))))
         start = grads[-1].span.stop
-    # Order of elements in the unit, so equal neighbours merge into one run across params.
+    # In element order, so that runs extend across params with the same owner.
     owned = [each for name in names for each in owners[name]]
     return GradUnitPlan(
         lane=lane,
         turn=turn,
         grads=tuple(grads),
         runs=tuple(_runs(owned)),
-        # Only a gradient in a unit of its own can be longer than a buffer.
+        # Only a unit with a single gradient can be longer than a buffer.
         is_large=start > buffer_elems,
     )
 
 
 def _runs(owned: Sequence[tuple[int, int]]) -> Iterator[GradRun]:
-    # Consecutive fragments of one shard become one run: one copy instead of several.
+    # Join consecutive fragments of a shard, so that a single copy moves them.
     start, index = 0, 0
     while index < len(owned):
         shard, stop = owned[index][0], start

@@ -1,4 +1,4 @@
-"""Integer division with an explicit direction of rounding."""
+"""Integer division that rounds up."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def ceil_div(value: int, /, divisor: int) -> int:
     Raises:
         LayoutError: If `value < 0` or `divisor < 1`.
     """
-    # A negative size is a mistake of the caller, which `//` would hide.
+    # A negative size is a mistake that `//` would hide.
     if value < 0:
         raise LayoutError(f"expected a size of at least 0, got {value}.")
     if divisor < 1:
         raise LayoutError(f"expected a divisor of at least 1, got {divisor}.")
-    # `//` rounds towards minus infinity, so negating twice rounds up, without floats.
+    # `//` rounds towards minus infinity, so negating twice rounds up.
     return -(-value // divisor)
 
 
@@ -30,5 +30,4 @@ def round_up(value: int, /, multiple: int) -> int:
     Raises:
         LayoutError: If `value < 0` or `multiple < 1`.
     """
-    # `ceil_div` also refuses a multiple below 1.
     return ceil_div(value, multiple) * multiple

@@ -1,11 +1,11 @@
-"""Rules that cut a unit into shards, as data.
+"""Partition rules: how a unit is cut into shards.
 
-    padded     even shards, after padding that has no owner
-    uneven     no padding; the first shards take one extra element each until the remainder is spent
-    rows       one param per unit, padded to whole rows: no row of dim 0 spans two shards
-    one-owner  no padding; a single owner per unit, and units are assigned round-robin
+    padded     padding at the end makes shards even; padding has no owner
+    uneven     no padding; the remainder is spread over the first shards, an element each
+    rows       a unit is a single param, padded so that no row of dim 0 spans two shards
+    one-owner  no padding; a unit has a single owner, assigned round-robin
 
-Shards are contiguous and in order, so each is one slice of flat memory.
+Shards are contiguous and in order, so each is a slice of flat memory.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ PartitionRule = Literal["padded", "uneven", "rows", "one-owner"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """The shards of one unit, contiguous and possibly empty.
+    """A unit's shards, contiguous and possibly empty.
 
     Source: even shards: ZeRO (arXiv 1910.02054), section 5. Uneven: DeepSpeed, stages 1 and 2.
-    One owner: the figure of a layer's life in the ZeRO paper, and torch's ZeroRedundancyOptimizer.
-    Rows: FSDP2.
+    One owner: ZeRO's figure of a layer's life, and torch's ZeroRedundancyOptimizer. Rows: FSDP2.
     """
 
     numel: int
-    """Elements of the unit, padding included."""
+    """Number of elements, padding included."""
     shard_count: int
     owner: int | None = None
     """Shard that takes all elements; None to spread them as evenly as possible."""
@@ -41,7 +40,7 @@ class Partition:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of elements of each shard."""
+        """Number of elements in each shard."""
         return tuple(self.stop(shard) - self.start(shard) for shard in range(self.shard_count))
 
     def start(self, shard: int) -> int:
@@ -49,22 +48,22 @@ class Partition:
         if self.owner is not None:
             # Shards after the owner start at the end, so every shard but the owner is empty.
             return self.numel if shard > self.owner else 0
-        # The first `longer_count` shards have one element more.
+        # The first `longer_count` shards have an extra element.
         shortest, longer_count = divmod(self.numel, self.shard_count)
         return shard * shortest + min(shard, longer_count)
 
     def stop(self, shard: int) -> int:
-        """Return one past the last element of a shard."""
+        """Return the end of a shard: its last element + 1, counted from the start of the unit."""
         return self.start(shard + 1)
 
     def shard_of(self, offset: int) -> int:
-        """Return the shard that holds an element, counted from the start of the unit."""
+        """Return the shard that contains an element, counted from the start of the unit."""
         if self.owner is not None:
             return self.owner
         shortest, longer_count = divmod(self.numel, self.shard_count)
         longer_elems = longer_count * (shortest + 1)
-        # Below `longer_elems` shards have length shortest + 1, above it `shortest`. `shortest` is
-        # not 0 there: otherwise all elements would be in the longer shards.
+        # Before `longer_elems` shards have length shortest + 1, after it `shortest`. There
+        # `shortest` is not 0, or all elements would be in the longer shards.
         if offset < longer_elems:
             return offset // (shortest + 1)
         return longer_count + (offset - longer_elems) // shortest

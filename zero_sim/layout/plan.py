@@ -1,12 +1,12 @@
 """Layout records: positions of params, buckets and shards, and the owner of each element.
 
-A *buffer* is the flat memory of all params of one kind, dtype and group. It is cut into *buckets*,
-the units of communication; a bucket holds whole params and then padding. A bucket is cut into
-*shards*, one per rank, regardless of param boundaries. A *fragment* is the part of a param inside
-one shard. Padding lies in a shard but has no owner. The *partition* sets the length of each shard
+A *buffer* is flat memory for all params with the same kind, dtype and group. It is cut into
+*buckets*, the units of communication; a bucket contains whole params, then padding. A bucket is cut
+into *shards*, one per rank, regardless of param boundaries. A *fragment* is the part of a param
+inside a shard. Padding lies in a shard but has no owner. The *partition* sets the shard lengths
 (`zero_sim.layout.partition`).
 
-Spans count elements from the start of the buffer unless their name says otherwise.
+Spans count elements from the start of the buffer, unless their name differs (`in_shard`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from zero_sim.layout.span import Span
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferKey:
-    """Key of a buffer: properties that all its params share."""
+    """Properties that all params in a buffer share."""
 
     kind: str
     dtype: str
     group: int = 0
-    """Param group, if each has buffers of its own; else 0."""
+    """Param group, if groups have separate buffers; else 0."""
 
     def __str__(self) -> str:
-        # Group 0 is omitted, because most models have no param groups.
+        # Omit group 0, because most models have no param groups.
         of_group = f"/group {self.group}" if self.group else ""
         return f"{self.kind}/{self.dtype}{of_group}"
 
@@ -42,12 +42,12 @@ class PlacedParam:
 
     spec: ParamSpec
     bucket: int
-    """Index of the bucket; a param is never split across buckets."""
+    """Bucket index; a param is never split across buckets."""
     span: Span
 
     @property
     def name(self) -> str:
-        """Name of the param."""
+        """The param's name."""
         return self.spec.name
 
 
@@ -56,12 +56,11 @@ class Fragment:
     """The non-empty part of a param inside one shard."""
 
     param: str
-    """Name of the param."""
     bucket: int
     shard: int
     in_buffer: Span
     in_param: Span
-    """Elements of the flattened param, in logical (row-major) order."""
+    """Elements in the flattened param, in logical (row-major) order."""
     in_shard: Span
     """Elements, counted from the start of the shard in this bucket."""
 
@@ -80,13 +79,13 @@ class BucketPlan:
 
     @property
     def shard_count(self) -> int:
-        """Number of shards: the size of the group that shards the bucket."""
+        """Number of shards, which is the size of the shard group."""
         return self.partition.shard_count
 
     @property
     def payload(self) -> Span:
         """The elements that belong to params."""
-        # Padding is always the tail of a bucket, so the payload is a prefix.
+        # Padding is always at the end.
         return Span(self.span.start, self.padding.start)
 
     @property
@@ -96,7 +95,7 @@ class BucketPlan:
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:
-        """Number of elements of each shard, including padding."""
+        """Number of elements in each shard, padding included."""
         return self.partition.sizes
 
     def shard_span(self, shard: int) -> Span:
@@ -129,15 +128,15 @@ class BucketPlan:
     def fragments(self, shard: int) -> Iterator[Fragment]:
         """Yield the non-empty fragments inside a shard, in buffer order."""
         shard_span = self.shard_span(shard)
-        # Only the last param that starts at or before the shard can reach into it from the left.
-        # Bisecting for it keeps a thousand ranks from walking all params each.
+        # Bisect for the last param that starts at or before the shard, because only this param can
+        # reach into the shard from the left. A walk over all params is slow with a thousand ranks.
         first = bisect_right(self.params, shard_span.start, key=lambda param: param.span.start)
         for param in self.params[max(0, first - 1) :]:
             if param.span.start >= shard_span.stop:
-                # Params are in buffer order, so no later one reaches into the shard.
+                # Params are in buffer order, so later params are outside the shard too.
                 break
             in_buffer = param.span.intersect(shard_span)
-            # Empty params lie somewhere but own nothing.
+            # Empty params have a position but no elements.
             if in_buffer.empty:
                 continue
             yield Fragment(
@@ -152,7 +151,7 @@ class BucketPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferPlan:
-    """The layout of one buffer."""
+    """The layout of a buffer."""
 
     key: BufferKey
     policy: LayoutPolicy
@@ -164,7 +163,7 @@ class BufferPlan:
     @property
     def span(self) -> Span:
         """The whole buffer, padding included."""
-        # Buckets are adjacent, so the last one ends the buffer.
+        # Buckets are adjacent, so the last bucket ends the buffer.
         return Span(0, self.buckets[-1].span.stop)
 
     @property
@@ -178,7 +177,7 @@ class BufferPlan:
         return sum(bucket.padding.numel for bucket in self.buckets)
 
     def shard_span(self, *, bucket: int, shard: int) -> Span:
-        """Return the span of a shard of a bucket.
+        """Return the span of a shard in a bucket.
 
         Raises:
             LayoutError: If the bucket or shard index is out of range.
@@ -191,14 +190,13 @@ class BufferPlan:
         return self.buckets[bucket].shard_span(shard)
 
     def fragments(self, shard: int) -> tuple[Fragment, ...]:
-        """Return all fragments of a shard index, over all buckets, in buffer order.
+        """Return the fragments in a rank's shards of all buckets, in buffer order.
 
-        Empty if the shard owns nothing, for example with more ranks than elements.
+        Empty if the rank owns nothing, for example with more ranks than elements.
 
         Raises:
             LayoutError: If the shard index is out of range.
         """
-        # A shard index owns one shard of every bucket.
         return tuple(fragment for bucket in self.buckets for fragment in bucket.fragments(shard))
 
     def owner(self, element: int) -> int | None:
@@ -211,10 +209,9 @@ class BufferPlan:
             raise LayoutError(
                 f"expected an element of {self.span}, got {element} in buffer {self.key}."
             )
-        # Only a lone last bucket can be empty, so all starts are distinct and bisecting is safe.
+        # Bucket starts are distinct, because only the sole bucket of an empty buffer can be empty.
         index = bisect_right(self.buckets, element, key=lambda bucket: bucket.span.start) - 1
         bucket = self.buckets[index]
-        # Padding lies in some shard but has no owner.
         if bucket.padding.contains(element):
             return None
         return bucket.shard_of(element)

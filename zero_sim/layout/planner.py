@@ -1,7 +1,4 @@
-"""Layout planning, from params and a policy to buffer plans, without tensors.
-
-This is the arithmetic of ZeRO's partitioning.
-"""
+"""Layout planning: the arithmetic of ZeRO's partitioning, without tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from zero_sim.layout.span import Span
 
 
 def plan_buffers(params: Iterable[ParamSpec], *, policy: LayoutPolicy) -> tuple[BufferPlan, ...]:
-    """Place params into one buffer for each (kind, dtype, group).
+    """Place params into a buffer for each (kind, dtype, group).
 
     Ranks with equal params and policy compute equal plans, so their collectives match without any
     communication.
@@ -27,15 +24,15 @@ def plan_buffers(params: Iterable[ParamSpec], *, policy: LayoutPolicy) -> tuple[
         policy: Shards, alignment, bucket size, order and partition.
 
     Returns:
-        Buffers in order of the registration of their first param. `policy.param_order` only affects
-        the order inside a buffer.
+        Buffers, ordered by their first registered param. `policy.param_order` only affects the
+        order inside a buffer.
 
     Raises:
-        LayoutError: If there are no params, two params share a name, or the policy aligns to
-            bytes and the size of a dtype is unknown.
+        LayoutError: If there are no params, two params share a name, or the policy aligns to bytes
+            and a dtype's size is unknown.
 
     Source:
-        ZeRO (arXiv 1910.02054), section 5: equal partitions of the flattened params. Torch's
+        ZeRO (arXiv 1910.02054), section 5: equal partitions of the flattened params. torch's
         ZeroRedundancyOptimizer instead assigns whole params to ranks; only its round-robin variant
         is available here. Other partitions: `zero_sim.layout.partition`.
     """
@@ -48,7 +45,7 @@ def plan_buffers(params: Iterable[ParamSpec], *, policy: LayoutPolicy) -> tuple[
                 f"A tied param is one param: list it once."
             )
         names.add(spec.name)
-        # A dict keeps the order of registration, so buffers have the same order on every rank.
+        # A dict keeps registration order, so buffers have the same order on every rank.
         groups.setdefault(BufferKey(kind=spec.kind, dtype=spec.dtype, group=spec.group), []).append(
             spec
         )
@@ -58,7 +55,7 @@ def plan_buffers(params: Iterable[ParamSpec], *, policy: LayoutPolicy) -> tuple[
 
 
 def _plan_buffer(key: BufferKey, specs: list[ParamSpec], *, policy: LayoutPolicy) -> BufferPlan:
-    # Reversed because backward produces gradients last layer first: bucket 0 is then ready first.
+    # `reverse`, because backward produces gradients last layer first: bucket 0 is then ready first.
     ordered = specs if policy.param_order == "registration" else specs[::-1]
     buckets: list[BucketPlan] = []
     start = 0
@@ -75,12 +72,12 @@ def _plan_buffer(key: BufferKey, specs: list[ParamSpec], *, policy: LayoutPolicy
 
 
 def _cut_into_buckets(specs: list[ParamSpec], *, bucket_elems: int | None) -> list[list[ParamSpec]]:
-    """Close a bucket once it holds `bucket_elems` or more; a param is never split."""
+    """Close a bucket once it has `bucket_elems` or more; a param is never split."""
     buckets: list[list[ParamSpec]] = [[]]
     held_elems = 0
     for spec in specs:
         is_full = bucket_elems is not None and held_elems >= bucket_elems
-        # An empty param joins the full bucket, because a bucket of its own would add a collective.
+        # An empty param joins the full bucket, because a new bucket would add a collective.
         if is_full and spec.numel > 0:
             buckets.append([])
             held_elems = 0
@@ -99,15 +96,15 @@ def _plan_bucket(
         span = Span(end, end + spec.numel)
         placed.append(PlacedParam(spec=spec, bucket=index, span=span))
         end = span.stop
-    # Pad each bucket, not the whole buffer. A bucket starts where the previous padding ends, so
-    # this makes the shards of every bucket even and aligned.
+    # Pad each bucket, not the buffer as a whole, so that shards in every bucket are even and
+    # aligned.
     shard_count, owner = policy.shard_count, None
     stop = end
     if policy.partition == "padded":
         stop = start + round_up(end - start, shard_count * policy.shard_multiple(dtype))
     elif policy.partition == "rows":
         stop = start + round_up(end - start, shard_count * _row_elems(specs))
-        # The bucket is a single param (LayoutPolicy checks), so its rows have one length.
+        # LayoutPolicy ensures that the bucket is a single param, so its rows are equally long.
     elif policy.partition == "one-owner":
         owner = index % shard_count
         # Round-robin by bucket index, as in torch's ZeroRedundancyOptimizer with overlap.
@@ -121,6 +118,6 @@ def _plan_bucket(
 
 
 def _row_elems(specs: list[ParamSpec]) -> int:
-    """Return elements per row of dim 0; 1 for a scalar or an empty param."""
+    """Return the elements per row of dim 0; 1 for a scalar or an empty param."""
     shapes = [spec.shape for spec in specs if spec.numel]
     return max((math.prod(shape[1:]) for shape in shapes), default=1)

@@ -12,30 +12,31 @@ from zero_sim.layout.partition import PartitionRule
 ParamOrder = Literal["registration", "reverse"]
 
 _DTYPE_BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "fp8-e4m3": 1, "fp8-e5m2": 1}
-"""Bytes per element, by dtype name; needed only if a policy aligns to bytes."""
+"""Element size by dtype name; needed only if a policy aligns to bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamSpec:
-    """A param, reduced to name, shape, dtype and kind.
+    """The properties of a param that its layout depends on.
 
     Raises:
         LayoutError: If a dimension is negative or not an integer.
     """
 
     name: str
-    """Unique among all params of the model."""
+    """Unique in the model."""
     shape: tuple[int, ...]
-    """`()` is one element; a zero anywhere makes the param empty."""
+    """`()` is a single element; a zero anywhere makes the param empty."""
     dtype: str
     """Dtype name, such as `bf16`. Only compared, unless the policy aligns to bytes."""
     kind: str = "dense"
-    """`dense` or `expert`: selects the ranks that share the param. Only compared."""
+    """Kind, such as `dense` or `expert`; it selects the ranks that hold the param. Only compared
+    here."""
     group: int = 0
-    """Param group, if each has buffers of its own. Only compared."""
+    """Param group, if groups have separate buffers. Only compared here."""
 
     def __post_init__(self) -> None:
-        # Without this check a wrong shape only shows up later, as a wrong offset.
+        # Check here, because a wrong shape would only show up later, as a wrong offset.
         if not all(_is_count(dim) for dim in self.shape):
             raise LayoutError(
                 f"expected a shape of integers of at least 0, got shape={self.shape!r} "
@@ -45,7 +46,7 @@ class ParamSpec:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        # The product of no dimensions is 1: a scalar has one element.
+        # The empty product is 1: a scalar has one element.
         return math.prod(self.shape)
 
 
@@ -58,18 +59,18 @@ class LayoutPolicy:
     """
 
     shard_count: int = 1
-    """Number of shards per bucket: the size of the sharding group."""
+    """Number of shards per bucket, which is the size of the shard group."""
     align_elems: int = 1
     """Alignment of shard starts, in elements."""
     align_bytes: int = 1
     """Alignment of shard starts, in bytes of the working param. Applies in addition."""
     bucket_elems: int | None = None
-    """A bucket closes once it has at least this many elements; None for one bucket per buffer."""
+    """A bucket closes once it has at least this many elements. None for one bucket per buffer."""
     param_order: ParamOrder = "registration"
-    """Order of params in a buffer. `reverse` approximates the order of gradients in backward."""
+    """Param order in a buffer. `reverse` approximates backward's gradient order."""
     partition: PartitionRule = "padded"
-    """Rule that cuts buckets into shards; see `zero_sim.layout.partition`. `rows` puts each param
-    into a bucket of its own."""
+    """Rule that cuts buckets into shards; see `zero_sim.layout.partition`. `rows` requires
+    `bucket_elems=1`."""
 
     def __post_init__(self) -> None:
         _check_at_least_one("shard_count", self.shard_count)
@@ -79,14 +80,14 @@ class LayoutPolicy:
             _check_at_least_one("bucket_elems", self.bucket_elems)
         _check_choice("param_order", self.param_order, get_args(ParamOrder))
         _check_choice("partition", self.partition, get_args(PartitionRule))
-        # Shards are aligned by padding, which only `padded` has.
+        # Padding aligns shards, and only `padded` allows any amount of it.
         if self.partition != "padded" and (self.align_elems > 1 or self.align_bytes > 1):
             raise LayoutError(
                 f"expected no alignment with partition={self.partition!r}, because alignment needs "
                 f"padding, got align_elems={self.align_elems}, align_bytes={self.align_bytes}. "
                 f"Remove the alignment, or use partition='padded'."
             )
-        # Rows of two params in one bucket could differ in length.
+        # If a bucket had two params, their rows could differ in length.
         if self.partition == "rows" and self.bucket_elems != 1:
             raise LayoutError(
                 f"expected bucket_elems=1 with partition='rows', because each param is cut alone, "
@@ -94,16 +95,16 @@ class LayoutPolicy:
             )
 
     def shard_multiple(self, dtype: str) -> int:
-        """Return the number of elements that divides every shard length, for a dtype.
+        """Return the number of elements that must divide every shard length, for a dtype.
 
-        This is the least common multiple of both alignments. A start is a multiple of `align_bytes`
-        exactly if it is a multiple of `align_bytes / gcd(align_bytes, element size)` elements.
+        This is the least common multiple of both alignments. A start is aligned to `align_bytes` if
+        and only if it is a multiple of `align_bytes / gcd(align_bytes, element size)` elements.
 
         Raises:
             LayoutError: If the policy aligns to bytes and the size of the dtype is unknown.
         """
         if self.align_bytes == 1:
-            # Do not look up the dtype: any name is valid if bytes do not matter.
+            # Do not look up the dtype, because any name is valid if bytes do not matter.
             return self.align_elems
         elem_bytes = _DTYPE_BYTES.get(dtype)
         if elem_bytes is None:
@@ -116,12 +117,11 @@ class LayoutPolicy:
 
 
 def _is_count(value: object) -> bool:
-    # bool is an int in Python, but `True` as a size is a mistake of the caller.
+    # bool is an int in Python, but `True` as a size is a mistake.
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _check_at_least_one(name: str, value: object) -> None:
-    # 0 is a count, but no shard, alignment or bucket has it.
     if not _is_count(value) or value == 0:
         raise LayoutError(
             f"expected {name} to be an integer of at least 1, got {name}={value!r} "

@@ -1,4 +1,4 @@
-"""Half-open ranges of elements, used for every position in this package."""
+"""Half-open ranges of elements, used for all positions in layouts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from zero_sim.errors import LayoutError
 class Span:
     """The elements `start, start + 1, ..., stop - 1`.
 
-    A span with `start == stop` is empty but still has a position, as params without elements do.
+    An empty span still has a position, because params without elements have a position too.
     """
 
     start: int
     stop: int
 
     def __post_init__(self) -> None:
-        # Checked once here, so that arithmetic on spans needs no checks.
+        # Check here, so that arithmetic on spans needs no checks.
         if not 0 <= self.start <= self.stop:
             raise LayoutError(
                 f"expected a span with 0 <= start <= stop, got [{self.start}, {self.stop})."
@@ -44,7 +44,7 @@ class Span:
     def intersect(self, other: Span) -> Span:
         """Return the elements in both spans; an empty span if there are none."""
         start = max(self.start, other.start)
-        # `max` keeps disjoint spans from giving stop < start, which Span refuses.
+        # For disjoint spans `max` avoids stop < start, which Span refuses.
         return Span(start, max(start, min(self.stop, other.stop)))
 
     def shift(self, offset: int) -> Span:
@@ -53,7 +53,6 @@ class Span:
         Raises:
             LayoutError: If the result would begin before element 0.
         """
-        # The constructor refuses a negative start.
         return Span(self.start + offset, self.stop + offset)
 
     def __str__(self) -> str:

@@ -1,12 +1,12 @@
 """Ranks as coordinates (tp, cp, dp, pp), and the groups that follow from them. Integers only.
 
 Tensor-parallel (tp) and pipeline-parallel (pp) ranks hold different params. Context-parallel (cp)
-and data-parallel (dp) ranks hold the same params and see different data. So for fixed (tp, pp),
-the ranks over cp and dp train one set of params and share one optimizer state: the *dp-cp group*.
+and data-parallel (dp) ranks hold the same params and see different data. So ranks with equal (tp,
+pp) train the same params and shard their optimizer state together: they form a *dp-cp group*.
 
-Experts are the exception: expert parallelism (ep) assigns them round-robin to the ranks of a dp-cp
-group. Group ranks e, e + ep, e + 2 ep, ... have expert-parallel index e. They hold the same experts
-and train them together, as the *expert data-parallel group* of that index.
+Experts are the exception: expert parallelism (ep) assigns experts round-robin to the ranks in a
+dp-cp group. Group ranks e, e + ep, e + 2 ep, ... have expert-parallel index e. They hold the same
+experts and train them together, as an *expert data-parallel group*.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Topology:
     """Number of ranks per axis, and the numbering of ranks.
 
     Raises:
-        UsageError: If a size is below 1, the order is no permutation of the axes, or `ep` does not
-            divide the size of a dp-cp group.
+        UsageError: If a size is below 1, `order` is no permutation of the axes, or `ep` does not
+            divide the dp-cp group's size.
     """
 
     tp: int = 1
@@ -36,12 +36,12 @@ class Topology:
     ep: int = 1
     """Number of expert-parallel indices per dp-cp group. Not an axis."""
     order: str = "tp-cp-dp-pp"
-    """Axes from fastest to slowest: neighbouring ranks differ in the first."""
+    """Axes from fastest to slowest: neighbouring ranks differ on the first axis."""
 
     def __post_init__(self) -> None:
         for axis in (*AXES, "ep"):
             if getattr(self, axis) < 1:
-                # Checked before the sizes are used as divisors below.
+                # Before the check below divides by it.
                 raise UsageError(f"expected {axis} of at least 1, got {getattr(self, axis)}")
         if sorted(self.axes) != sorted(AXES):
             raise UsageError(
@@ -80,7 +80,7 @@ class Topology:
         return place
 
     def rank_of(self, **place: int) -> int:
-        """Return the rank at some coordinates; omitted axes are 0.
+        """Return the rank at the given coordinates; omitted axes are 0.
 
         Raises:
             UsageError: If a coordinate is outside its axis.
@@ -95,25 +95,25 @@ class Topology:
         return rank
 
     def groups_over(self, *varying: str) -> tuple[tuple[int, ...], ...]:
-        """Return all groups of ranks that differ only on the given axes.
+        """Return all groups whose ranks differ only on the given axes.
 
         Returns:
             Groups in order of their first rank, each with ascending ranks.
         """
-        # One group for each combination of the fixed axes.
+        # A group for each combination of indices on the fixed axes.
         fixed = [axis for axis in AXES if axis not in varying]
         groups = []
         for place in product(*(range(getattr(self, axis)) for axis in fixed)):
             at = dict(zip(fixed, place, strict=True))
             members = (
-                # Combine each fixed place with all places on the varying axes.
+                # Combine this place with all places on the varying axes.
                 self.rank_of(**at, **dict(zip(varying, inner, strict=True)))
                 for inner in product(*(range(getattr(self, axis)) for axis in varying))
             )
-            # Ascending, because torch.distributed numbers group ranks in ascending world rank.
+            # Ascending, because torch.distributed numbers group ranks by ascending world rank.
             groups.append(tuple(sorted(members)))
         return tuple(sorted(groups))
 
     def dp_cp_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Return the groups that each train one set of params: one for every (tp, pp)."""
+        """Return the dp-cp groups, one for each (tp, pp)."""
         return self.groups_over("dp", "cp")
