@@ -1,1 +1,1 @@
-"""Memory and traffic from closed forms, and the ledger of a measured run."""
+"""Memory and traffic from closed forms, and ledgers from measured runs."""

@@ -1,4 +1,4 @@
-"""Input of the closed forms: sizes of params, or their number alone, with a scenario."""
+"""Input for the closed forms: param sizes, or only their number, with a scenario."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from zero_sim.scenario.spec import (
 )
 
 BUCKETS_MAX = 100_000
-"""Most buckets of a counted model. More are a typing mistake, and slow to calculate."""
+"""Maximum number of buckets in a counted model. More are a typing mistake, and slow."""
 
-# Name in torch, bytes of an element.
+# torch's dtype name, and bytes per element.
 _DTYPES: Final[Mapping[DtypeName, tuple[str, int]]] = {
     "fp32": ("torch.float32", 4),
     "bf16": ("torch.bfloat16", 2),
@@ -34,32 +34,32 @@ class Model:
     """A model and its sharding, as far as costs depend on them."""
 
     sizes: tuple[ParamSize, ...]
-    """Params in registration order; a counted model has a single param with all elements."""
+    """Params in registration order. A counted model has a single param with all elements."""
     scenario: Scenario
-    """Settings of the training; `world.size` counts the ranks of one dp-cp group."""
+    """Training settings; `world.size` is the size of a dp-cp group."""
     counted: bool = False
     """True if only the number of params is known."""
     imported: bool = False
-    """True for a module of the user, which comes without data and loss."""
+    """True for a user's module, which comes without data and loss."""
 
     @property
     def elems(self) -> int:
-        """Number of elements of all params."""
+        """Number of elements in all params."""
         return sum(size.elems for size in self.sizes)
 
     def laid_out(self) -> tuple[ParamSize, ...]:
-        """Return the params that closed forms take: for a counted model, one param per bucket.
+        """Return the params for the closed forms. A counted model has a param per bucket.
 
         Raises:
-            UsageError: More than `BUCKETS_MAX` buckets.
+            UsageError: If there are more than `BUCKETS_MAX` buckets.
         """
         system = self.scenario.system
-        # Without buckets, reduce buffers set which gradients are reduced together.
+        # Without buckets, the length of reduce buffers limits what is reduced together.
         bucket = system.bucket_elems or system.reduce_buffer_elems
         if not self.counted or bucket is None or not self.sizes:
             return self.sizes
-        # Costs depend on the elements of each bucket, not on how params share it, so one param per
-        # bucket is enough. The last bucket has the remainder.
+        # Costs depend on bucket sizes, not on the params inside, so a param per bucket is enough.
+        # The last bucket has the remainder.
         (whole,) = self.sizes
         count, rest = divmod(whole.elems, bucket)
         if count > BUCKETS_MAX:
@@ -87,10 +87,10 @@ class Model:
             ranks: Size of the dp-cp group.
             stage: ZeRO stage.
             redundancy: Replicas of the sharded state.
-            system: Other fields of `system`.
+            system: Other fields of `SystemSpec`.
 
         Raises:
-            UsageError: Redundancy or expert parallelism does not divide the ranks.
+            UsageError: If redundancy or expert parallelism does not divide the ranks.
         """
         scenario = self.scenario
         size = scenario.world.size if ranks is None else ranks
@@ -102,7 +102,7 @@ class Model:
         built = replace(scenario.system, **chosen)
         ep = scenario.topology.ep
         check_ranks(size, redundancy=built.redundancy, stage=built.stage, ep=ep)
-        # Drop settings that the new stage cannot have: a table compares stages of one scenario.
+        # Drop settings that the new stage cannot have, so that a table can compare stages.
         built = fitted_to_stage(replace(scenario, system=built)).system
         # Only stages 1 and 2 gather params after the step, so only they can overlap these gathers.
         if built.stage not in (1, 2) and built.overlap_params:
@@ -120,9 +120,9 @@ def check_ranks(ranks: int, *, redundancy: int, stage: int, ep: int = 1) -> None
     """Check that ranks divide into `redundancy` shard groups.
 
     Raises:
-        UsageError: They do not, or stage 0 is combined with redundancy.
+        UsageError: If they do not, or stage 0 is combined with redundancy.
     """
-    # Experts are sharded among the ranks with the same experts only: `ranks // ep` of them.
+    # Experts are sharded only over ranks with the same experts: `ranks // ep` ranks.
     if ranks % ep or ranks // ep % redundancy:
         of = f", {ranks // ep} for each set of experts" if ep > 1 else ""
         raise UsageError(
@@ -155,12 +155,12 @@ def _check_reduce_buffers(system: SystemSpec) -> None:
 def counted_model(
     elems: int, *, dtype: DtypeName, system: SystemSpec | None = None, ranks: int = 1
 ) -> Model:
-    """Return a model with a number of params of one dtype.
+    """Return a model of which only number and dtype of params are known.
 
     Args:
         elems: Number of params.
         dtype: Dtype of params, and of gradients unless `system` sets another.
-        system: Sharding; the default is that of `SystemSpec`.
+        system: Sharding; by default `SystemSpec()`.
         ranks: Size of the dp-cp group.
     """
     name, each = _DTYPES[dtype]

@@ -1,12 +1,12 @@
-"""Fingerprints: the collectives of a step as letters, matched against a grammar per stage.
+"""Fingerprints: a step's collectives as letters, matched against a grammar per stage.
 
 [Note: letters and grammars]
-    A  all-reduce of gradients           C  sum over replicas of reduce-scattered shards
-    R  reduce-scatter                    D  reduce to one owner
+    A  all-reduce of gradients           C  sum of reduce-scattered shards, over replicas
+    R  reduce-scatter                    D  reduce to a single owner
     G  all-gather, or all-to-all         B  broadcast
 Control messages (norms, counts) and calls before the first sum or gather are omitted. Stages 1 and
-2 gather after the sums. Stage 3 gathers before them, so its step begins with a gather. Calls do not
-distinguish stages 1 and 2, because whole gradients in memory cause no call.
+2 gather after the sums. Stage 3 gathers before them, so its step begins with a gather. Stages 1 and
+2 have the same calls, because resident gradients cause no call.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Final
 
 from zero_sim.calculators.network import sent_elems
 
-# A norm, a flag or a count has no more elements; a bucket has.
+# Norms, flags and counts have at most this many elements; buckets have more.
 _FEW_ELEMS = 4
-# Norms are often added in float64, rarely used for params. Traces of torch's profiler
-# name dtypes as C++ does, hence both spellings.
+# Norms are often added in float64, which is rare for params. Both spellings, because traces from
+# torch's profiler name dtypes as C++ does.
 _WIDE_FLOATS = ("float64", "double")
 _INTEGERS = ("int64", "long", "long int", "int32", "int")
-# The first prefix that fits counts, so `reduce_scatter` comes before `reduce`.
+# The first matching prefix counts, so `reduce_scatter` comes before `reduce`.
 _LETTERS: Final = (
     ("reduce_scatter", "R"),
     ("all_reduce", "A"),
@@ -43,47 +43,49 @@ GRAMMARS: Final = (
     ("G[GRC]*[RC]", "stage 3", "params are gathered before use"),
     ("G[GRC]*[RC]G+", "stage 3, gathered after the step", "params are gathered once more"),
 )
-"""Pattern of the letters of a step, the stage that it indicates, and the reason."""
+"""Pattern for a step's letters, the stage that it indicates, and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeenCall:
-    """One call of one rank, from a trace, a dump or an event log."""
+    """A rank's call, from a trace, a dump or an event log."""
 
     kind: str
     ranks: int
+    """Group size."""
     elems: int
     """Elements that the rank contributes."""
     elem_bytes: int
     dtype: str
     start: float
     stop: float
-    """Times of issue (`start`) and end (`stop`), in any unit; equal if not known."""
+    """Times of issue (`start`) and end (`stop`), in any unit; equal if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """The repeated step in the calls of one rank, and the stage that it indicates."""
+    """The repeated step in a rank's calls, and the stage that it indicates."""
 
     stage: str
     """Empty if no grammar fits."""
     why: str
     letters: str
-    """Letters of one step."""
+    """A letter for each call in a step."""
     steps: float
-    """Number of repetitions of the step; a fraction if the first one is cut off."""
+    """Number of repetitions; a fraction if the first step is cut off."""
     copies: int
-    """Replicas of the sharded state: the size of the group of C calls, 1 without any."""
+    """Replicas of the sharded state: the group size of C calls, or 1."""
     overlapping: int
-    """Number of calls still in flight when the next one was issued."""
+    """Number of calls that were in flight when the next call was issued."""
     calls: int
     odd: Sequence[str]
     """Calls that the stage does not need, as messages."""
     sizes: Sequence[tuple[int, int, int]]
-    """Message sizes: least bytes, first byte count above the bin, number of calls."""
+    """Bins of message sizes: lower bound (included) and upper bound (excluded) in bytes, number of
+    calls."""
 
     def as_dict(self) -> dict[str, object]:
-        """Ready for JSON."""
+        """Return the fields for JSON."""
         return {
             "stage": self.stage,
             "why": self.why,
@@ -101,12 +103,12 @@ class Fingerprint:
 
 
 def fingerprint(calls: Sequence[SeenCall]) -> Fingerprint:
-    """Return the fingerprint of the calls of one rank.
+    """Return the fingerprint of a rank's calls.
 
     Args:
-        calls: Calls in order of issue.
+        calls: Calls in issue order.
     """
-    # Setup comes before the first sum or gather: DDP, for example, broadcasts the params first.
+    # Omit setup before the first sum or gather. DDP, for example, first broadcasts the params.
     large = [call for call in calls if _grows(call)]
     first = next((i for i, call in enumerate(large) if _letter(call) in "RAGD"), len(large))
     large = _without_buffers(large[first:])
@@ -116,7 +118,7 @@ def fingerprint(calls: Sequence[SeenCall]) -> Fingerprint:
     letters = _letters(step)
     found = [entry for entry in GRAMMARS if re.fullmatch(entry[0], letters)]
     stage, why = (found[0][1], found[0][2]) if found else ("", "no grammar fits")
-    # A step that reshards after forward gathers each bucket twice, so more often than it reduces.
+    # A step that reshards after forward gathers each bucket twice, but reduces it once.
     if stage == "stage 3" and letters.count("G") <= letters.count("R"):
         why += ", and kept until backward"
     copies = max((c.ranks for c, at in zip(step, letters, strict=True) if at == "C"), default=1)
@@ -136,7 +138,7 @@ def fingerprint(calls: Sequence[SeenCall]) -> Fingerprint:
 
 
 def shortened(letters: str) -> str:
-    """Return the letters with runs counted: `R3 G3`."""
+    """Return the letters with run lengths, such as `R3 G3`."""
     runs = [match.group() for match in re.finditer(r"(.)\1*", letters)]
     return " ".join(run[0] if len(run) == 1 else f"{run[0]}{len(run)}" for run in runs)
 
@@ -151,7 +153,7 @@ def _grows(call: SeenCall) -> bool:
 
 def _without_buffers(calls: Sequence[SeenCall]) -> Sequence[SeenCall]:
     """Omit broadcasts if they move fewer than half as many elements as the sums."""
-    # DDP broadcasts the buffers of modules before each forward. Broadcasts of params, as with one
+    # DDP broadcasts module buffers before each forward. Broadcasts of params, as with a single
     # owner per bucket, have as many elements as the gradients.
     sums = sum(call.elems for call in calls if _letter(call) in "ARD")
     if 2 * sum(call.elems for call in calls if _letter(call) == "B") >= sums:
@@ -165,7 +167,7 @@ def _letter(call: SeenCall) -> str:
 
 def _letters(calls: Sequence[SeenCall]) -> str:
     """Return one letter per call."""
-    # An all-reduce with the elements of a reduce-scatter's output adds shards across replicas.
+    # An all-reduce adds shards across replicas if it is as long as a reduce-scatter's output.
     left = {(c.elems // c.ranks) for c in calls if _letter(c) == "R" and c.ranks}
     return "".join(
         "C" if _letter(call) == "A" and call.elems in left else _letter(call) for call in calls
@@ -175,18 +177,18 @@ def _letters(calls: Sequence[SeenCall]) -> str:
 def _repetition(tokens: Sequence[tuple[str, int, int]]) -> tuple[int, int]:
     """Return start and length of the shortest sequence that repeats up to the end.
 
-    Start 0 and the length of all tokens if nothing repeats.
+    If nothing repeats: 0 and the number of tokens.
     """
     count = len(tokens)
     later = (0, count)
     for length in range(1, count):
-        # Count the tokens at the end that repeat with this period; the last `length` always do.
+        # Count the tokens at the end that repeat with this period. The last `length` always do.
         same = length
         while same < count and tokens[count - 1 - same] == tokens[count - 1 - same + length]:
             same += 1
         if same == count:
             return 0, length
-        # Else a first step may differ: DDP chooses its buckets anew after it. Two whole
+        # Else the first step may differ, because DDP then rebuilds its buckets. Two complete
         # repetitions must follow, and the shortest such period counts.
         whole = same - same % length
         is_shortest = later[0] == 0 and length * 2 <= whole
@@ -196,9 +198,8 @@ def _repetition(tokens: Sequence[tuple[str, int, int]]) -> tuple[int, int]:
 
 
 def _is_first_step(tokens: Sequence[tuple[str, int, int]], *, begun: int, length: int) -> bool:
-    """Return True if the tokens before a repetition are a step that differs from it."""
-    # Both need calls of each kind. Otherwise the equal gathers that end a single step would count
-    # as steps of their own.
+    """Return True if the tokens before a repetition are a different first step."""
+    # Both need calls of each kind, or equal gathers at the end of a step would count as steps.
     kinds = {kind for kind, _, _ in tokens}
     parts = tokens[:begun], tokens[len(tokens) - length :]
     return begun <= 2 * length and all({kind for kind, _, _ in part} == kinds for part in parts)
@@ -213,7 +214,7 @@ def _odd(step: Sequence[SeenCall], letters: str, *, stage: str) -> list[str]:
         found.append("gathers after the step, which the next forward repeats")
     if not stage:
         found.append("no stage of ZeRO has this sequence")
-    # Keys are group size and elements of the whole bucket, so that gathers pair with their sums.
+    # Keys are group size and bucket elements, so that gathers pair with their sums.
     sums = Counter((c.ranks, c.elems) for c, at in zip(step, letters, strict=True) if at == "R")
     gathers = Counter(
         (c.ranks, c.elems * c.ranks)
@@ -221,8 +222,8 @@ def _odd(step: Sequence[SeenCall], letters: str, *, stage: str) -> list[str]:
         if at == "G" and c.kind.startswith("all_gather")
     )
     if sums and stage.startswith("stage"):
-        # The median bucket shows how often a bucket is gathered: in stage 3 once, or twice if it is
-        # resharded after forward. Stages 1 and 2 need one gather per bucket.
+        # The median bucket shows how often this step gathers a bucket. Stage 3 gathers once, or
+        # twice if it reshards after forward. Stages 1 and 2 gather once.
         rounds = [gathers[key] / count for key, count in sums.items() if gathers[key]]
         usual = max(1, round(sorted(rounds)[len(rounds) // 2])) if rounds else 1
         usual = min(usual, 1) if stage == "stage 1 or 2" else usual
@@ -236,7 +237,7 @@ def _odd(step: Sequence[SeenCall], letters: str, *, stage: str) -> list[str]:
 
 
 def _sizes(calls: Sequence[SeenCall]) -> list[tuple[int, int, int]]:
-    """Count calls by bytes of a message on a ring, in bins of powers of four."""
+    """Count calls by message size on a ring, in bins with powers of four."""
     bins: Counter[int] = Counter()
     for call in calls:
         sent = float(sent_elems(call.kind, call.elems, call.ranks) * call.elem_bytes)

@@ -1,9 +1,9 @@
-"""Closed forms of a rank's bytes by category: between two steps, and at the peak of a step.
+"""Closed forms for a rank's bytes by category: between two steps, and at the peak within a step.
 
 Bytes between steps are exact, and `zero_sim.cost.memory` checks runs against them. Bytes within a
-step are the most that the stage allows (checked by `zero_sim.cost.peaks`), if modules run in
-sequence with a bucket each. Activations, and temporaries of kernels and autograd, are not included
-because they depend on model and data.
+step are upper bounds if modules run in sequence and have a bucket each (`zero_sim.cost.peaks`
+checks them). Activations and temporary memory in kernels and autograd are not included, because
+they depend on model and data.
 """
 
 from __future__ import annotations
@@ -24,21 +24,20 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """Memory of one rank in closed form."""
+    """A rank's memory in closed form."""
 
     held: Mapping[str, int]
     """Bytes between two steps by category: `params`, `gradients`, `sums` (shards of reduced
-    gradients), `masters`, `arena` if there is one, and each optimizer state under torch's name."""
+    gradients), `masters`, `arena` if used, and each optimizer state under torch's name."""
     moments: Mapping[str, Mapping[str, int]]
-    """Most additional bytes in `forward`, `backward` and `step`: `gathered` params,
-    `whole_gradients`, and `staging` (fp32 gradients of owned elements, or the part of them that a
-    step buffer takes)."""
+    """Maximum additional bytes in `forward`, `backward` and `step`, by category: `gathered` params,
+    `whole_gradients`, and `staging` (owned gradients as fp32, in a step buffer if used)."""
     on_cpu: int = 0
-    """Bytes of `held` on the CPU: masters and optimizer state if offloaded, else 0."""
+    """Bytes in `held` that are on the CPU: masters and optimizer state if offloaded, else 0."""
 
     @property
     def total(self) -> int:
-        """Bytes of all categories between two steps."""
+        """Bytes between two steps, over all categories."""
         return sum(self.held.values())
 
     @property
@@ -48,37 +47,37 @@ class Footprint:
 
     @property
     def peak(self) -> int:
-        """Bytes of all categories at `peak_at`."""
+        """Bytes at `peak_at`, over all categories."""
         return self.total + sum(self.moments[self.peak_at].values())
 
 
 def footprint_of(
     sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int, has_masters: bool = True
 ) -> Footprint:
-    """Return the memory of a rank.
+    """Return a rank's memory.
 
     Args:
         sizes: The params that the rank trains, in registration order.
-        scenario: The case of one dp-cp group.
-        rank: Rank in that group.
+        scenario: The case for a dp-cp group.
+        rank: Group rank.
         has_masters: True for fp32 masters beside the params; False if the optimizer steps the
             params themselves.
     """
     forms = by_registration(sizes, scenario=scenario, rank=rank)
-    # No stored numbers: each state of the optimizer is added under its own name below.
+    # stored=0, because optimizer state is added below, under its own names.
     by_name = bytes_held(sizes, scenario=scenario, rank=rank, stored=0)
     held = {name: by_name[name] for name in ("params", "gradients", "sums", "masters")}
     if scenario.system.arena:
         held["arena"] = by_name["arena"]
     if not scenario.system.stage:
-        # The closed form counts buffers. Stage 0 has none for params: the module keeps its own.
+        # The closed form counts buffers, but at stage 0 params stay in the module.
         held["params"] = sum(size.elems * size.param_bytes for size in sizes)
     if not has_masters:
         held["masters"] = 0
     owned = sum(form.owned_elems for form in forms)
     held |= dict.fromkeys(state_names(scenario.optimizer), owned * STATE_BYTES)
     stepped = held["masters"] + sum(held[name] for name in state_names(scenario.optimizer))
-    # The optimizer's gradients are fp32, so only fp32 ones without masters need no copy.
+    # The optimizer needs fp32 gradients. Without masters it can use fp32 gradients directly.
     needs_copies = has_masters or any(form.grad_bytes != _FP32_BYTES for form in forms)
     staged = owned * _FP32_BYTES
     if scenario.system.step_buffer_elems is not None:
@@ -99,10 +98,10 @@ def footprint_of(
 def single_device(
     sizes: Sequence[ParamSize], *, scenario: Scenario, keeps_grads: bool, has_masters: bool = True
 ) -> Mapping[str, int]:
-    """Return the bytes by category of training on one device without buffers, between two steps.
+    """Return bytes by category between two steps, for training on one device without buffers.
 
     Args:
-        sizes: The params that are trained.
+        sizes: The trained params.
         scenario: The case; only its optimizer matters.
         keeps_grads: True if gradients stay in memory until the next backward, as with
             `zero_grad(set_to_none=False)`.
@@ -118,10 +117,10 @@ def single_device(
 
 
 def _gathered_in_forward(forms: Sequence[BucketForm], *, scenario: Scenario) -> int:
-    """Return the most bytes of unsharded params in a forward of stage 3."""
+    """Return the maximum bytes of unsharded params in forward, at stage 3."""
     if scenario.system.stage < 3:
         return 0
-    # Without resharding all buckets are unsharded at the end of forward, until backward.
+    # Without resharding all buckets are unsharded when forward ends.
     whole = [form.elems * form.param_bytes for form in forms]
     if not scenario.system.reshard_after_forward:
         return sum(whole)
@@ -135,16 +134,16 @@ def _gathered_in_forward(forms: Sequence[BucketForm], *, scenario: Scenario) -> 
 def _whole_at(
     index: int, forms: Sequence[BucketForm], scenario: Scenario, *, backward: bool = False
 ) -> Iterator[int]:
-    """Yield indices of the buckets with unsharded params while one bucket is used.
+    """Yield the indices of buckets with unsharded params while a bucket is used.
 
     Args:
         index: The bucket in use.
         forms: All buckets, in order of use.
         scenario: The case; only `system.prefetch` matters.
-        backward: True if `forms` is in the order of a backward.
+        backward: True if `forms` is in backward order.
     """
-    # Prefetch, and the last bucket that stays from forward to backward, count within the buckets
-    # sharded by equally many ranks: buckets of experts form a line of their own.
+    # Prefetched buckets, and the last bucket that is kept for backward, are counted separately for
+    # each shard group size, because experts' buckets have another shard group.
     for ranks in dict.fromkeys(form.group_size for form in forms):
         line = [each for each, form in enumerate(forms) if form.group_size == ranks]
         come = [each for each in line if each <= index]
@@ -154,7 +153,7 @@ def _whole_at(
         kept = line[0] if backward else line[-1]
         if index in line:
             yield index
-        # In forward the kept bucket stays once it was used; in backward it is there until used.
+        # Forward keeps this bucket once it was used; backward has it until it is used.
         elif (kept in come) != backward:
             yield kept
 
@@ -162,13 +161,13 @@ def _whole_at(
 def _in_backward(
     forms: Sequence[BucketForm], grads_sent: Sequence[GradForm], *, scenario: Scenario
 ) -> dict[str, int]:
-    """Return unsharded params and whole gradients at the bucket with most bytes of both."""
+    """Return bytes of unsharded params and gradients, at the bucket with the largest sum."""
     system = scenario.system
     if system.reduce_buffer_elems is not None:
         return {"gathered": 0, "whole_gradients": _in_reduce_buffers(grads_sent, scenario)}
     params = [form.elems * form.param_bytes for form in forms]
     grads = [form.elems * form.grad_bytes for form in forms]
-    # Stages 0 and 1 keep the gradient buffer between steps as well, so nothing is additional.
+    # Stages 0 and 1 keep the gradient buffer between steps, so nothing is additional.
     if system.stage < 2:
         return {"gathered": 0, "whole_gradients": 0}
     accumulates = keeps_grads(scenario)
@@ -176,7 +175,7 @@ def _in_backward(
     best = {"gathered": 0, "whole_gradients": 0}
     back = forms[::-1]
     for index in range(len(forms)):
-        # Backward begins with all params that forward kept, and reshards each after its use.
+        # Without resharding, forward kept all buckets, and backward reshards each after its use.
         gathered = sum(params[: index + 1] if not system.reshard_after_forward else ())
         gathered = gathered or sum(
             back[each].elems * back[each].param_bytes
@@ -184,8 +183,8 @@ def _in_backward(
         )
         now = {
             "gathered": gathered if system.stage == 3 else 0,
-            # The arena is resident between steps, and `held` counts it.
-            # Else: all if they accumulate, or the filling bucket and the one in flight.
+            # `held` counts the arena. Without an arena: all gradients if they accumulate, else the
+            # bucket that fills and the bucket in flight.
             "whole_gradients": 0
             if system.arena
             else sum(grads if accumulates else grads[index : index + 1 + in_flight]),
@@ -195,15 +194,15 @@ def _in_backward(
 
 
 def _in_reduce_buffers(forms: Sequence[GradForm], scenario: Scenario) -> int:
-    """Return the most bytes of reduce buffers and of gradients that do not fit or still wait."""
+    """Return the maximum bytes of reduce buffers, too long gradients and waiting gradients."""
     system, turns = scenario.system, buffer_turns(scenario)
     buffers: dict[tuple[str, str, int], int] = {}
     in_flight = most = 0
     for form in forms:
         size = form.buffer_elems * form.grad_bytes
-        # At stage 2 autograd's gradients wait until the last of a buffer is there, and are then
-        # copied together. With contiguous_grads each is copied when it arrives. At stage 1
-        # gradients are resident between steps, so they are not additional.
+        # At stage 2 a unit's gradients wait until all have arrived, and are then copied together.
+        # With contiguous_grads each is copied on arrival. At stage 1 gradients are resident, so
+        # they are not additional.
         waiting = form.elems * form.grad_bytes
         if system.contiguous_grads or system.stage == 1:
             waiting = 0
@@ -212,9 +211,9 @@ def _in_reduce_buffers(forms: Sequence[GradForm], scenario: Scenario) -> int:
             buffers[form.kind, form.grad_dtype, form.turn % turns] = size
             size = 0
         fixed = sum(buffers.values()) + waiting
-        # Without contiguous_grads new memory is made once the last is out of flight.
+        # Without contiguous_grads, new memory is allocated after the previous unit's sum has ended.
         most = max(most, fixed + size, fixed + in_flight)
-        # Else a gradient too long for the buffer can be there while the last is still in flight.
+        # With it, a gradient too long for the buffer can arrive while that sum is in flight.
         if system.contiguous_grads:
             most = max(most, fixed + in_flight + size)
         in_flight = size if overlaps_grads(system) else 0

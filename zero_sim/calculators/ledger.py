@@ -1,4 +1,4 @@
-"""Ledger of a rank: memory by category at each moment of a step, and the peak."""
+"""A rank's ledger: memory by category at each moment of a step, and the peak."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ BETWEEN = "between steps"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """Memory of one rank at one moment."""
+    """A rank's memory at a moment."""
 
     phase: str
     """`forward`, `backward`, `step` or `between steps`."""
     where: str
     """Event that caused the sample, such as `0.up began`."""
     bytes: Mapping[str, int]
-    """Bytes by category; each storage counts once, and empty categories are omitted."""
+    """Bytes by category. Each storage counts once, and empty categories are omitted."""
 
     @property
     def total(self) -> int:
-        """Bytes of all categories."""
+        """Bytes over all categories."""
         return sum(self.bytes.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankLedger:
-    """Samples of one rank in one step; the last is taken between this step and the next."""
+    """A rank's samples in a step; the last is taken between this step and the next."""
 
     rank: int
     samples: Sequence[Sample]
@@ -48,12 +48,12 @@ class RankLedger:
         return max(self.samples, key=lambda sample: sample.total)
 
     def peak_of(self, category: str) -> Sample:
-        """Return the sample with most bytes of a category; the first if several are equal."""
+        """Return the sample with most bytes in a category; the first if several are equal."""
         return max(self.samples, key=lambda sample: sample.bytes.get(category, 0))
 
     @property
     def categories(self) -> tuple[str, ...]:
-        """Categories of all samples, in order of first appearance."""
+        """Categories in all samples, in order of first appearance."""
         return tuple(dict.fromkeys(name for sample in self.samples for name in sample.bytes))
 
 
@@ -61,8 +61,8 @@ def differences(ledger: RankLedger, footprint: Footprint) -> Iterator[str]:
     """Yield a message for each category whose bytes between steps differ from the closed form.
 
     Args:
-        ledger: Measured memory of a rank.
-        footprint: Closed form of the same rank.
+        ledger: A rank's measured memory.
+        footprint: The same rank's closed form.
     """
     for name, owed in footprint.held.items():
         # Samples omit empty categories.
@@ -72,7 +72,7 @@ def differences(ledger: RankLedger, footprint: Footprint) -> Iterator[str]:
                 f"expected {owed} bytes of {name} between steps by closed form, got {got} on rank "
                 f"{ledger.rank}"
             )
-    # Both live only within a step: if they stay, the stage saves nothing.
+    # Both live only within a step. If they stay, the stage saves nothing.
     for name in ("gathered", "whole_gradients"):
         got = ledger.between.get(name, 0)
         if got:

@@ -1,4 +1,4 @@
-"""Limits: bytes of a rank by number of ranks, and their limit as ranks grow."""
+"""Limits: bytes per rank by number of ranks, and their limit as ranks grow."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from zero_sim.calculators.counted import Model, Stage, counted_model
 from zero_sim.calculators.footprint import footprint_of
 
 PARAMS = 10**10
-"""Params of the table if none are given: 160 GB on one device, in bf16 as in fp32."""
+"""Default number of params in the table: 160 GB on one device, in bf16 or fp32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LimitRow:
-    """Bytes of one sharding for several numbers of ranks."""
+    """Bytes per rank with a sharding, for several numbers of ranks."""
 
     name: str
     unsharded: int
     """Bytes on one device, between two steps."""
     by_ranks: Mapping[int, int]
-    """Bytes of one rank by number of ranks."""
+    """Bytes per rank, by number of ranks."""
     limit: int
-    """Bytes of one rank with infinitely many ranks."""
+    """Bytes per rank with infinitely many ranks."""
 
     def as_dict(self) -> dict[str, object]:
         """Return the row for JSON."""
@@ -38,7 +38,7 @@ class LimitRow:
 def limit_rows(
     model: Model, *, ranks: Sequence[int], stages: Sequence[Stage], has_masters: bool = True
 ) -> list[LimitRow]:
-    """Return a row for each stage, and one with only the moments sharded, all in fp32.
+    """Return a row for each stage, and an fp32 row in which only the moments are sharded.
 
     Args:
         model: A counted model.
@@ -61,7 +61,7 @@ def _row(
 ) -> LimitRow:
     def bytes_each(count: int, at: Stage = stage) -> Fraction:
         """Return bytes per param on each of `count` ranks."""
-        # One param per rank, so that no padding disturbs the limit.
+        # A param per rank, so that no padding disturbs the limit.
         (size,) = model.sizes
         one = replace(model, sizes=(replace(size, elems=count),))
         one = one.with_choice(ranks=count, stage=at, redundancy=1)
@@ -70,8 +70,7 @@ def _row(
         )
         return Fraction(footprint.total, count)
 
-    # bytes(N) = kept + sharded / N, so 2 * bytes(2) - bytes(1) = kept.
-    # Fractions keep it exact.
+    # bytes(N) = kept + sharded / N, so 2 * bytes(2) - bytes(1) = kept. Fractions keep it exact.
     limit = 2 * bytes_each(2) - bytes_each(1)
     return LimitRow(
         name=name,

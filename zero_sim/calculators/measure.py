@@ -1,4 +1,4 @@
-"""Measuring runs: memory and calls of a case in one step on simulated ranks, without a judge."""
+"""Measuring runs: a case's memory and calls in a step on simulated ranks, without a judge."""
 
 from __future__ import annotations
 
@@ -39,34 +39,34 @@ from zero_sim.workloads import Batch, Workload, build_module, build_workload, ma
 _UNREPORTED = ("sums", "gathered", "whole_gradients")
 """Categories that only the system itself can distinguish from other memory."""
 SPARE = 1.25
-"""Memory of a run as a factor of the closed forms: activations and copies in flight."""
+"""Factor from the closed forms to a run's memory, for activations and copies in flight."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """Memory and calls of one case in the measured step."""
+    """A case's memory and calls in the measured step."""
 
     scenario: Scenario
     step: int
     """Index of the measured step."""
     ledgers: Sequence[RankLedger]
-    """Ledgers by rank of the world."""
+    """Ledgers in world rank order."""
     records: Mapping[int, Sequence[CollectiveRecord]]
-    """Calls in the step, up to the next forward, by rank of the world."""
+    """Calls in the step, up to the next forward, by world rank."""
     sizes: Mapping[int, tuple[ParamSize, ...]]
-    """Params that each rank trained, by rank of the world."""
+    """Params that each rank trained, by world rank."""
     groups: Sequence[DpCpGroup]
     is_costed: bool
     """True if the system declares that its costs follow the closed forms."""
     log: EventLog
 
     def traffic(self, rank: int, *, network: Network) -> Traffic:
-        """Return the traffic of a rank of the world in the step."""
+        """Return a world rank's traffic in the step."""
         return traffic_in(self.records[rank], network=network)
 
     def differences(self) -> Iterator[str]:
         """Yield a message for each difference between closed forms and measurement."""
-        # Other systems may have other buckets and calls, so they are only shown.
+        # Other systems may have other buckets and calls, so nothing is checked.
         if not self.is_costed:
             return
         for group in self.groups:
@@ -85,10 +85,10 @@ class Measured:
 
     def _other_calls(self, group: DpCpGroup, index: int) -> Iterator[str]:
         rank = group.ranks[index]
-        # The model-parallel group: ranks at this index of all dp-cp groups.
+        # The model-parallel group: the ranks at this index in all dp-cp groups.
         parts = tuple(each.ranks[index] for each in self.groups)
         planned = planned_calls(self.sizes[rank], scenario=group.scenario, rank=index)
-        # A multiset, because the closed form has no order of calls.
+        # A multiset, because the closed form has no call order.
         owed: Counter[tuple[str, tuple[int, ...], int, str]] = Counter()
         for call, count in planned.items():
             at = parts if call.among == "parts" else tuple(group.ranks[i] for i in call.ranks)
@@ -103,16 +103,16 @@ class Measured:
 
 
 def measure(scenario: Scenario, *, target: Target | None = None) -> Measured:
-    """Run a case and measure one step.
+    """Run a case and measure its last step.
 
     Args:
         scenario: A validated case.
-        target: The system; by default the registered target that the scenario names.
+        target: The system; by default the target in the scenario.
 
     Raises:
-        RankFailed: A rank raised an error.
-        WorldFailure: The world failed, for example in a deadlock.
-        EnvironmentProblem: The package of the system is not installed.
+        RankFailed: If a rank raised an error.
+        WorldFailure: If the world failed, for example in a deadlock.
+        EnvironmentProblem: If the system's package is not installed.
     """
     case = _plain(scenario)
     system = target or find_target(case.system.target)
@@ -120,7 +120,7 @@ def measure(scenario: Scenario, *, target: Target | None = None) -> Measured:
     groups = dp_cp_groups_of(case)
     workloads = [build_workload(group.scenario) for group in groups]
     ranks: dict[int, _Rank] = {}
-    # As in judged runs; restored below, because the caller's process may do other work.
+    # As in judged runs. Restored below, because the caller's process may do other work.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -142,7 +142,7 @@ def measure(scenario: Scenario, *, target: Target | None = None) -> Measured:
                     )
 
             def called(record: CollectiveRecord, call: Call) -> None:
-                # Not yet for calls that create groups.
+                # Calls that create groups come before the rank's meter exists.
                 if record.rank in ranks:
                     ranks[record.rank].called(record)
 
@@ -164,14 +164,14 @@ def measure(scenario: Scenario, *, target: Target | None = None) -> Measured:
 
 
 def check_fits(model: Model, *, available: int | None = None) -> None:
-    """Check that a run of all ranks fits into the memory of this machine.
+    """Check that a run with all ranks fits into this machine's memory.
 
     Args:
-        model: Model and ranks of the run.
-        available: Bytes that the run may use; by default the free memory of the machine.
+        model: Model and ranks.
+        available: Bytes that the run may use; by default the free memory.
 
     Raises:
-        EnvironmentProblem: The run does not fit; the message contains a number of params that does.
+        EnvironmentProblem: If the run does not fit. The message suggests a number of params.
     """
     free = _free_bytes() if available is None else available
     # All simulated ranks live in this process, so their peaks add up.
@@ -189,13 +189,13 @@ def check_fits(model: Model, *, available: int | None = None) -> None:
 
 
 def _free_bytes() -> int:
-    # Free pages only: memory that caches could give back does not count.
+    # Free pages only, without memory that caches could give back.
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _plain(scenario: Scenario) -> Scenario:
-    """Return the case without faults, reload, frozen params and loss scale, of 2 steps at most."""
-    # Faults and skipped steps change calls and memory. A reload may change the world's size, so the
+    """Return the case without faults, reload, frozen params and loss scale; at most 2 steps."""
+    # Faults and skipped steps change calls and memory. A reload may change the world size, so the
     # run ends before it.
     steps = scenario.run.steps
     if scenario.reload is not None:
@@ -212,7 +212,7 @@ def _plain(scenario: Scenario) -> Scenario:
 
 
 def _looked_at(scenario: Scenario) -> int:
-    # The last of at most two steps. In the second all optimizer state exists, and leaks show.
+    # The last of at most two steps. In the second step all optimizer state exists, and leaks show.
     return scenario.run.steps - 1
 
 
@@ -231,7 +231,7 @@ def _place(
 
 
 class _Rank:
-    """One rank of a measuring run."""
+    """A rank in a measuring run."""
 
     def __init__(self, *, rank: int, log: EventLog) -> None:
         self._rank = rank
@@ -251,10 +251,10 @@ class _Rank:
         group: dist.ProcessGroup,
         tp_index: int = 0,
     ) -> None:
-        """Train all steps of the case, and sample the measured one."""
+        """Train all steps in the case, and take samples in the measured step."""
         with ExitStack() as stack:
             stack.enter_context(self._meter.watching())
-            # Build under the meter: params and buffers are born here.
+            # Build under the meter, which must see where params and buffers are allocated.
             index = group.rank()
             module = build_module(
                 workload, expert_index=index % scenario.topology.ep, tp_index=tp_index
@@ -264,7 +264,7 @@ class _Rank:
             self.sizes = sizes_of(module)
             built = system.build(module, scenario=scenario, group=group)
             self.is_costed = isinstance(built, CostedEngine)
-            # Before it is adapted, because an adapter has all optional methods.
+            # Check before complete(), because an adapter has all optional methods.
             self._names_memory = isinstance(built, NamedMemoryEngine)
             self._meter.named = _names_of(built, module)
             sample_at_modules(self._meter, module)
@@ -287,16 +287,16 @@ class _Rank:
                     self._meter.sample("forward is over")
                     self._meter.phase = "backward"
                     engine.backward(loss, last_micro=last, rows=batch.rows)
-                    # Else the loss would keep the graph and the batch in the next sample.
+                    # The loss would keep graph and batch in memory in the next sample.
                     del batch, loss
                     self._meter.sample("backward is over")
                 self._meter.phase = "step"
                 engine.step(lr_factor=lr_factor(scenario, step))
                 self._meter.sample("the optimizer's step is over")
-                # Completes gathers left for the next forward: they are calls of this step.
+                # Complete gathers left for the next forward, because they belong to this step.
                 engine.settle()
                 self._window = (start, len(self._log.collectives))
-            # Memory in reference cycles is garbage that the step does not need.
+            # Free memory in reference cycles, which the step does not need.
             gc.collect()
             self._meter.end()
 
@@ -309,11 +309,11 @@ class _Rank:
         return batch
 
     def called(self, record: CollectiveRecord) -> None:
-        """Take a sample at a call of this rank."""
+        """Take a sample at this rank's call."""
         self._meter.sample(f"{record.kind} of {record.elems:,} {record.dtype}")
 
     def ledger(self) -> RankLedger:
-        """Return the ledger of the measured step."""
+        """Return the ledger for the measured step."""
         return RankLedger(
             rank=self._rank,
             samples=self._meter.samples,
@@ -321,7 +321,7 @@ class _Rank:
         )
 
     def records(self) -> list[CollectiveRecord]:
-        """Return the calls of this rank in the measured step."""
+        """Return this rank's calls in the measured step."""
         start, stop = self._window
         return [each for each in self._log.collectives[start:stop] if each.rank == self._rank]
 
@@ -334,11 +334,11 @@ def _names_of(engine: Engine, module: nn.Module) -> Named:
             yield from (("frozen", p) for p in module.parameters() if not p.requires_grad)
             yield from engine.memory()
             return
-        # An engine's optional `parts` have its masters and state. Scalars are counters.
+        # An engine's optional `parts` contain its masters and state. Scalars are counters.
         for part in getattr(engine, "parts", tuple)():
             yield "masters", part.master
             yield from ((name, value) for name, value in part.state.items() if value.dim())
-        # Later names win: without separate masters the params themselves are the masters.
+        # Last, because later names win: without separate masters, params count as params.
         yield from named_by_torch(module)
 
     return named

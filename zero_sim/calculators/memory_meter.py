@@ -1,8 +1,8 @@
-"""Meter of a rank's memory: storages of all tensors that its operations return, until freed.
+"""Memory meter for a rank: the storage of each tensor that its operations return, until freed.
 
-A dispatch mode on the rank's thread records the result of each torch operation; weak references
-record its end. Each storage counts under the category that the system names, else under the phase
-of its birth. Operations by which the simulated world carries data do not count.
+A dispatch mode on the rank's thread records the result of each torch operation, and weak references
+record when it is freed. A storage counts under the category that the system reports, else under the
+phase that allocated it. Operations inside the simulated world do not count.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _BETWEEN_CALLS = (
 _WORLD = str(Path(__file__).parents[1] / "sim")
 _NAMED_BY_BIRTH = {"forward": "activations", "backward": "autograd", "step": "staging"}
 _COUNTER_BYTES = 8
-"""Bytes of a counter, such as an optimizer's step: it does not grow with the model."""
+"""Maximum bytes of a counter, such as an optimizer's step, which does not grow with the model."""
 Named = Callable[[], Iterable[tuple[str, Tensor]]]
-"""Source of category and tensor of all memory that has a name now."""
+"""Returns category and tensor for all memory that has a name now."""
 
 
 @dataclass(slots=True)
 class _Block:
-    """One live storage."""
+    """A live storage."""
 
     storage: weakref.ref[UntypedStorage]
     bytes: int
-    born: str  # phase
+    born: str  # phase that allocated it
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class MemoryMeter:
-    """Meter of one rank; enter `watching()` around all work of the rank.
+    """A rank's memory meter. Enter `watching()` around all work on the rank.
 
     Args:
         named: Source of names, called at every sample because params and gradients move.
@@ -59,12 +59,12 @@ class MemoryMeter:
     samples: list[Sample] = field(default_factory=list)
     is_sampling: bool = False
     on_sample: Callable[[Sample], None] | None = None
-    """Function called with each new sample."""
-    # By address of the storage's implementation: views share it.
+    """Called with each new sample."""
+    # By address of the storage's implementation, which views share.
     _live: dict[int, _Block] = field(default_factory=dict)
 
     def watching(self) -> TorchDispatchMode:
-        """Return the dispatch mode that records the results of operations."""
+        """Return the dispatch mode that records results."""
         return _Watch(self)
 
     def note(self, tensor: Tensor) -> None:
@@ -72,7 +72,7 @@ class MemoryMeter:
         storage = tensor.untyped_storage()
         size, key = storage.nbytes(), storage._cdata
         block = self._live.get(key)
-        # A view, or an in-place resize.
+        # The result is a view, or an in-place resize.
         if block is not None:
             block.bytes = size
         elif size:
@@ -83,7 +83,7 @@ class MemoryMeter:
         """Add up live bytes by category, if the step is measured."""
         if not self.is_sampling:
             return
-        # If a storage has several names, the last one counts.
+        # If a storage has several names, the last name counts.
         names = {_local(tensor).untyped_storage()._cdata: name for name, tensor in self.named()}
         sums: dict[str, int] = {}
         for key, block in self._live.items():
@@ -108,21 +108,21 @@ class MemoryMeter:
         self.sample(f"the gradient of {name} arrived")
 
     def _forget(self, key: int, storage: weakref.ref[UntypedStorage]) -> None:
-        # The address may belong to another block by now.
+        # By now, the address may belong to another block.
         block = self._live.get(key)
         if block is not None and block.storage is storage:
             del self._live[key]
 
 
 class _Watch(TorchDispatchMode):
-    """Dispatch mode that passes the result of each operation to a meter."""
+    """Dispatch mode that passes each operation's result to a meter."""
 
     def __init__(self, meter: MemoryMeter) -> None:
         super().__init__()
         self._meter = meter
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # DTensor then calls the operation again, with the local tensors of this rank.
+        # DTensor then calls the operation again, with this rank's local tensors.
         if DTensor in types:
             return NotImplemented
         result = func(*args, **(kwargs or {}))
@@ -136,8 +136,8 @@ class _Watch(TorchDispatchMode):
 
 def _is_of_world() -> bool:
     """Return True if the simulated world called the operation."""
-    # It carries data in the rank's thread, so only the stack shows the caller. Frame 2 is the
-    # caller of __torch_dispatch__.
+    # The world copies data in the rank's thread, so only the stack shows the caller. Frame 2 is
+    # the caller of __torch_dispatch__.
     frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN_CALLS):
         frame = frame.f_back
@@ -148,10 +148,10 @@ def sample_at_modules(meter: MemoryMeter, module: nn.Module) -> None:
     """Take samples when modules with direct params begin and end, and when gradients arrive.
 
     Args:
-        meter: Meter of the rank.
+        meter: The rank's meter.
         module: The trained module, after the system was built around it.
     """
-    # Registered after the system's hooks, so samples show memory after the system's work.
+    # These hooks run after the system's hooks, so samples show memory after the system's work.
     for name, each in module.named_modules():
         if not name or any(True for _ in each.parameters(recurse=False)):
             label = name or "the model"
@@ -175,13 +175,13 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def named_by_torch(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the memory that a model itself names: trained params, frozen params, gradients.
+    """Yield a model's named memory: trained params, frozen params, gradients.
 
     Args:
         module: The model.
     """
     for param in module.parameters():
         yield "params" if param.requires_grad else "frozen", param.detach()
-        # In forward FSDP1 replaces params by views of a flat param, which have no own gradient.
+        # In forward, FSDP1 replaces params by views of a flat param. Views have no gradient.
         if param.is_leaf and param.grad is not None:
             yield "gradients", param.grad

@@ -1,7 +1,7 @@
-"""Models for the calculators: cases of a scenario file, or a module of the user.
+"""Models for the calculators: cases in a scenario file, or the user's module.
 
-Closed forms need only the sizes of params. Runs need a case: for a number of params, a chain of
-modules with one bucket each.
+Closed forms need only param sizes. Runs need a case. If only the number of params is known, it is a
+chain of modules with a bucket each.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _NAME = "module:name"
 _MEASURED = OwnModelName("own:measured")
 _DTYPES: dict[str, DtypeName] = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}
 _FUNCTIONS = {"batch": "batch(generator, rows)", "loss": "loss(model, *batch)"}
-"""Functions that a run needs from the Python module of a model: fields of `OwnModel`."""
+"""Functions that a run needs beside an imported model: the fields of `OwnModel`."""
 
 
 def models_of_file(path: Path) -> list[Model]:
-    """Return the model of each case of a scenario file, on the ranks of its first dp-cp group.
+    """Return the model for each case in a scenario file, on the ranks of its first dp-cp group.
 
     Raises:
-        ScenarioError: The file has problems; the error lists all of them.
+        ScenarioError: If the file has problems; the error lists all of them.
     """
     return [_model_of_case(scenario) for scenario in load_cases(path)]
 
@@ -51,14 +51,14 @@ def _model_of_case(scenario: Scenario) -> Model:
 
 
 def model_of_name(name: str) -> Model:
-    """Import a module of the user; this runs its code.
+    """Import the user's module; this runs its code.
 
     Args:
-        name: `module:name`, a Python module and in it an `nn.Module` or a function without
-            arguments that returns one.
+        name: `module:name`, where `name` is an `nn.Module` in the Python module, or a function
+            that returns an `nn.Module` and takes no arguments.
 
     Raises:
-        UsageError: The import fails, or the result is no `nn.Module` with trainable params.
+        UsageError: If the import fails, or the result is no `nn.Module` with trainable params.
     """
     with theirs(f"the model {name} to be an nn.Module, or to make one without arguments"):
         made = _attribute(name, name.partition(":")[2])
@@ -69,31 +69,31 @@ def model_of_name(name: str) -> Model:
     sizes = sizes_of(made)
     if not sizes:
         raise UsageError(f"expected {name} to have trainable params, got none.")
-    # A placeholder: closed forms take only `sizes`, and case_of() replaces it.
+    # A placeholder model, because closed forms take only `sizes`, and case_of() replaces it.
     scenario = Scenario(schema=1, name=name, model=ModelSpec(name="mlp"))
     return Model(sizes=sizes, scenario=scenario, imported=True)
 
 
 @contextmanager
 def case_of(model: Model) -> Iterator[Scenario]:
-    """Yield a scenario that trains a model on all ranks of the world, valid within the context.
+    """Yield a scenario that trains a model on all world ranks, valid within the context.
 
     Raises:
-        UsageError: The user's module comes without `batch` or `loss`.
-        ScenarioError: The scenario is not valid, or too large.
+        UsageError: If the user's module comes without `batch` or `loss`.
+        ScenarioError: If the scenario is not valid, or too large.
     """
     scenario, models = model.scenario, {}
     own = _own_model(model)
     if own is not None:
         models = {_MEASURED: own}
         dtypes = {size.dtype for size in model.sizes}
-        # With several dtypes each param keeps its own, because fp32 casts none.
+        # With several dtypes use fp32, which casts no param.
         dtype = _DTYPES.get(dtypes.pop(), "fp32") if len(dtypes) == 1 else "fp32"
         scenario = replace(scenario, model=ModelSpec(name=_MEASURED, dtype=dtype))
-    # The model counts one dp-cp group, the world all of them.
+    # `model` counts a single dp-cp group, but the world contains all of them.
     parts = scenario.topology.tp * scenario.topology.pp
     scenario = replace(scenario, world=replace(scenario.world, size=scenario.world.size * parts))
-    # The name is known only here, so that no fuzzer draws it afterwards.
+    # The name is only known in this context, so that no fuzzer draws it afterwards.
     with known_while(models):
         problems = check_scenario(scenario)
         if problems:
@@ -102,7 +102,7 @@ def case_of(model: Model) -> Iterator[Scenario]:
 
 
 def _own_model(model: Model) -> OwnModel | None:
-    """Return the workload of a counted or imported model; None for a model of a scenario."""
+    """Return the workload for a counted or imported model; None for a scenario's model."""
     if model.counted:
         elems = [size.elems for size in model.laid_out()]
         return OwnModel(build=partial(_chain, elems), batch=_zeros, loss=_mean)
@@ -114,7 +114,7 @@ def _own_model(model: Model) -> OwnModel | None:
         try:
             functions[each] = _attribute(name, each)
         except UsageError:
-            # The closed forms do not need these functions, so only --measure requires them.
+            # Only --measure requires these functions, because closed forms do not need them.
             module = name.partition(":")[0]
             raise UsageError(
                 f"expected functions {' and '.join(_FUNCTIONS.values())} in module {module!r} "
@@ -129,21 +129,21 @@ def _attribute(name: str, attribute: str) -> Any:
 
 
 def _fresh(name: str) -> nn.Module:
-    # A module that exists is copied, because each rank trains its own.
+    # Copy an existing module, because each rank trains its own.
     made = _attribute(name, name.partition(":")[2])
     return copy.deepcopy(made) if isinstance(made, nn.Module) else made()
 
 
 class _Link(nn.Module):
-    """Module of a chain with one param."""
+    """A module with one param, in a chain."""
 
-    # The derivative of a sum needs no tensor, so autograd saves no activations.
+    # A sum, because its derivative needs no tensor, so autograd saves no activations.
     def __init__(self, elems: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(elems))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x`, [rows], plus the sum of the param."""
+        """Return `x`, [rows], plus the param's sum."""
         return x + self.weight.sum()
 
 
@@ -151,7 +151,7 @@ def _chain(elems: list[int]) -> nn.Module:
     return nn.Sequential(*map(_Link, elems))
 
 
-# Memory and calls do not depend on values.
+# Zeros, because memory and calls do not depend on values.
 def _zeros(generator: torch.Generator, rows: int) -> Tensor:
     return torch.zeros(rows)
 
@@ -161,6 +161,6 @@ def _mean(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _without_memory(make: Callable[[], object]) -> object:
-    # Sizes are enough for closed forms, and the model may be larger than this machine's memory.
+    # On the meta device, because closed forms only need sizes, and the model may not fit.
     with torch.device("meta"):
         return make()

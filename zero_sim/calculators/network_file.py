@@ -1,10 +1,10 @@
 """Topology files in TOML: nodes, and the links inside and between nodes.
 
 ranks_per_node = 8
-ring = "by-node"    # or "across": the worst layout of a ring
-inside = "nvlink"   # name of the links inside a node
-between = "nic"     # name of the links between nodes
-cards = 8           # network cards of a node, shared by its ranks; default: one per rank
+ring = "by-node"    # or "across": the worst ring layout
+inside = "nvlink"   # name for links inside a node
+between = "nic"     # name for links between nodes
+cards = 8           # network cards per node, shared by its ranks; default: ranks_per_node
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KNOWN = tuple(each.name for each in fields(Network))
 _COUNT = (f"a whole number of at least 1 and at most {_COUNT_MAX:,}", "Try 8.")
 _NAME = (f"1 to {_TEXT_MAX} characters that can be printed", 'Try "nic".')
 _RING = ("'by-node' or 'across'", 'Try "by-node".')
-# Field, then the expected value and the remedy for its message.
+# For each field, the expected value and the remedy in its message.
 _WANTED = {
     "ranks_per_node": _COUNT, "cards": _COUNT, "inside": _NAME, "between": _NAME, "ring": _RING,
 }  # fmt: skip
@@ -35,7 +35,7 @@ def load_network(path: str | Path) -> Network:
     """Read a topology file.
 
     Raises:
-        ScenarioError: The file has mistakes; the error lists all of them.
+        ScenarioError: If the file has mistakes; the error lists all of them.
     """
     return parse_network(read_toml(path, instead=_INSTEAD), source=str(path))
 
@@ -44,13 +44,13 @@ def parse_network(raw: Mapping[str, object], *, source: str) -> Network:
     """Return a network from a parsed table.
 
     Args:
-        raw: Contents of the file.
-        source: Name of the file in messages.
+        raw: The file's contents.
+        source: The file's name, for messages.
 
     Raises:
-        ScenarioError: The table has mistakes; the error lists all of them.
+        ScenarioError: If the table has mistakes; the error lists all of them.
     """
-    # All mistakes are collected, so that a file needs one round of corrections.
+    # Collect all mistakes, so that a file needs a single round of corrections.
     problems = list(map(_unknown, (name for name in raw if name not in _KNOWN)))
     sound: dict[str, Any] = {}
     for name, (wanted, suggestion) in _WANTED.items():
@@ -63,10 +63,10 @@ def parse_network(raw: Mapping[str, object], *, source: str) -> Network:
             message = f"expected {wanted}, got {repr(value)[:80]}."
             problems.append(Problem(path=name, message=message, suggestion=suggestion))
     plain = Network()
-    # The default is a card for each rank of this file's nodes, not the 8 of the class.
+    # By default each rank has a card, so the default follows `ranks_per_node` in the file.
     sound.setdefault("cards", sound.get("ranks_per_node", plain.ranks_per_node))
     network = replace(plain, **sound)
-    # Tables and sums of bytes are keyed by the name of the link.
+    # Names must differ, because tables and sums of bytes are keyed by them.
     if network.inside == network.between:
         message = f"expected a name different from `inside`, got {network.between!r}."
         problems.append(Problem(path="between", message=message, suggestion='Try "nic".'))
@@ -77,7 +77,7 @@ def parse_network(raw: Mapping[str, object], *, source: str) -> Network:
 
 def _is_sound(name: str, value: object) -> bool:
     if _WANTED[name] is _COUNT:
-        # Not isinstance: True is an int.
+        # type(), because bool is a subclass of int.
         return type(value) is int and 1 <= value <= _COUNT_MAX
     if _WANTED[name] is _RING:
         return value in ("by-node", "across")

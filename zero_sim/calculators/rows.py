@@ -1,4 +1,4 @@
-"""Rows of the calculators: memory and traffic of a rank for one sharding of a model."""
+"""Table rows for the calculators: a rank's memory and traffic for a sharded model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from zero_sim.calculators.network import Network
 from zero_sim.calculators.traffic import Flow, Traffic, traffic_of
 
 CURVE_RANKS = tuple(2**power for power in range(15))
-"""Numbers of ranks of a curve: powers of two up to 16,384."""
+"""Numbers of ranks in a curve: powers of two up to 16,384."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryRow:
-    """Memory of one rank."""
+    """A rank's memory."""
 
     model: str
     params: int
@@ -28,18 +28,18 @@ class MemoryRow:
     bucket_elems: int | None
     footprint: Footprint
     unsharded: int
-    """Bytes between two steps with stage 0, its gradient buffer included."""
+    """Bytes between two steps at stage 0, including its gradient buffer."""
     one_device: int
-    """Bytes on one device that frees gradients after a step."""
+    """Bytes between two steps on one device that frees gradients after a step."""
 
     @property
     def saved(self) -> float:
-        """Saved part of the bytes of stage 0, at most 1."""
+        """Saved part compared with stage 0, at most 1."""
         return 1 - self.footprint.total / self.unsharded if self.unsharded else 0.0
 
     @property
     def saved_of_one_device(self) -> float:
-        """Saved part of the bytes of one device, at most 1; negative if the rank has more."""
+        """Saved part compared with one device, at most 1; negative if the rank needs more."""
         return 1 - self.footprint.total / self.one_device if self.one_device else 0.0
 
     def as_dict(self) -> dict[str, object]:
@@ -53,7 +53,7 @@ class MemoryRow:
             "redundancy": self.redundancy,
             "bucket_elems": self.bucket_elems,
             "bytes_per_rank": {**footprint.held, "total": footprint.total},
-            # Part of the total, not added to it.
+            # A part of the total, not added to it.
             "on_cpu": footprint.on_cpu,
             "within_step": {name: dict(extra) for name, extra in footprint.moments.items()},
             "peak": footprint.peak,
@@ -65,7 +65,7 @@ class MemoryRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrafficRow:
-    """Traffic of one rank in a step."""
+    """A rank's traffic in a step."""
 
     model: str
     params: int
@@ -80,7 +80,7 @@ class TrafficRow:
         traffic = self.traffic
         by_kind = traffic.by_kind()
         links = (traffic.network.inside, traffic.network.between)
-        # Exact fractions are rounded up only here, so totals may be below the sum of their parts.
+        # Each total is rounded up once, so it may be below the sum of its rounded parts.
         totals = {link: math.ceil(traffic.sent_over(link)) for link in links}
         return {
             "model": self.model,
@@ -119,14 +119,14 @@ def choices(
     redundancies: Sequence[int] = (),
     **system: Any,
 ) -> Iterator[Model]:
-    """Yield each model in each combination of the given settings.
+    """Yield each model with each combination of the given settings.
 
     Args:
-        models: Models with their own settings, kept for each empty argument.
+        models: Models. If an argument is empty, their own setting is used.
         ranks: Sizes of the dp-cp group.
         stages: ZeRO stages.
-        redundancies: Numbers of replicas of the sharded state.
-        system: Other fields of `system`, for all models.
+        redundancies: Numbers of replicas.
+        system: Other fields of `SystemSpec`, for all models.
     """
     for model in models:
         for size in ranks or (model.scenario.world.size,):
@@ -140,7 +140,7 @@ def choices(
 
 
 def memory_row(model: Model, *, has_masters: bool = True, rank: int = 0) -> MemoryRow:
-    """Return the memory of a rank with the model's own settings."""
+    """Return a rank's memory with the model's own settings."""
     scenario, sizes = model.scenario, model.laid_out()
     plain = model.with_choice(stage=0, redundancy=1)
     unsharded = footprint_of(
@@ -161,7 +161,7 @@ def memory_row(model: Model, *, has_masters: bool = True, rank: int = 0) -> Memo
 
 
 def traffic_row(model: Model, *, network: Network, rank: int = 0) -> TrafficRow:
-    """Return the traffic of a rank with the model's own settings."""
+    """Return a rank's traffic with the model's own settings."""
     scenario, sizes = model.scenario, model.laid_out()
     return TrafficRow(
         model=scenario.name,
@@ -193,6 +193,7 @@ def curve(
     for stage in stages or (system.stage,):
         for redundancy in (redundancies or (system.redundancy,)) if stage else (1,):
             for ranks in CURVE_RANKS:
-                # Skip numbers that experts or replicas do not divide: a curve needs no error.
+                # Skip numbers that experts or replicas do not divide, because a curve needs no
+                # error.
                 if ranks % ep == 0 and ranks // ep % redundancy == 0:
                     yield model.with_choice(ranks=ranks, stage=stage, redundancy=redundancy)

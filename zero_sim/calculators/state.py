@@ -1,4 +1,4 @@
-"""State tensors of each optimizer per element of a master, under torch's names."""
+"""Each optimizer's state tensors, under torch's names."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _ALWAYS: Final[Mapping[OptimizerName, tuple[str, ...]]] = {
     "muon": ("momentum_buffer",),
     "lamb": ("exp_avg", "exp_avg_sq"),
 }
-"""Names of fp32 state tensors. Counters are omitted: they do not grow with the model."""
+"""Names of fp32 state tensors. Counters are omitted, because they do not grow with the model."""
 
 # Masters are fp32, and torch keeps state in the dtype of the stepped tensor.
 STATE_BYTES: Final = 4
-"""Bytes of one element of a state tensor."""
+"""Bytes per element in a state tensor."""
 
 
 def state_names(spec: OptimizerSpec) -> tuple[str, ...]:
-    """Return the names of the state tensors with one element per element of a master.
+    """Return the names of state tensors that have the master's shape.
 
     Args:
         spec: The optimizer and its settings, some of which need more state.
     """
-    # The state of a target's own update rule is not known, so it counts as none.
+    # A target's own update rule has unknown state, which counts as none.
     names = _ALWAYS.get(spec.name, ())
     if spec.name in ("adam", "adamw") and spec.amsgrad:
         names += ("max_exp_avg_sq",)
@@ -46,10 +46,10 @@ def state_names(spec: OptimizerSpec) -> tuple[str, ...]:
 
 
 def check_name(name: str) -> OptimizerName:
-    """Return the name of a known optimizer; case does not matter.
+    """Return the name of a known optimizer, ignoring case.
 
     Raises:
-        UsageError: The optimizer is not known; the message lists all names.
+        UsageError: If the optimizer is unknown; the message lists all names.
     """
     for known in _ALWAYS:
         if name.lower() == known:

@@ -1,4 +1,4 @@
-"""Traffic of a rank in a step by kind, group, dtype and link, from closed forms or from a log."""
+"""A rank's traffic in a step by kind, group, dtype and link, from closed forms or from a log."""
 
 from __future__ import annotations
 
@@ -25,40 +25,41 @@ if TYPE_CHECKING:
     from zero_sim.sim import CollectiveRecord
 
 _WorldRanks = Callable[[Among, range], Sequence[int]]
-"""Function from members of a dp-cp group, or from model parts, to ranks of the world."""
+"""Returns world ranks for group ranks in a dp-cp group, or for model parts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flow:
-    """Calls of one rank in a step with equal kind, group and dtype."""
+    """A rank's calls in a step with equal kind, group and dtype."""
 
     kind: str
     group: str
-    """Relation of the members, such as `block`, in a closed form; the group's name in a log."""
+    """In a closed form, the members' relation, such as `block`; in a log, the group's name."""
     ranks: int
+    """Group size."""
     dtype: str
     calls: int
     messages: int
     contributed_bytes: int
     sent: Mapping[str, Fraction]
-    """Bytes that the rank sends by name of the link: the mean over its group if ranks differ."""
+    """Bytes that the rank sends, by link name; if ranks differ, the group's mean."""
 
     @property
     def total_sent(self) -> Fraction:
-        """Bytes over all links."""
+        """Bytes sent over all links."""
         return sum(self.sent.values(), Fraction(0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """Calls and sent bytes of a rank in a step."""
+    """A rank's calls and sent bytes in a step."""
 
     flows: Sequence[Flow]
     network: Network
 
     def by_kind(self) -> dict[str, dict[str, int]]:
         """Return the sent bytes by kind and link, rounded up."""
-        # Add first and round once: flows rounded one by one would overstate the sum.
+        # Add first and round once, because rounded flows would overstate the sum.
         sums: dict[str, dict[str, Fraction]] = {}
         for flow in self.flows:
             of_kind = sums.setdefault(flow.kind, {})
@@ -70,7 +71,7 @@ class Traffic:
         }
 
     def sent_over(self, link: str) -> Fraction:
-        """Return the bytes that a rank sends over one link, a mean over the ranks."""
+        """Return the bytes that a rank sends over a link; if ranks differ, their mean."""
         return sum((flow.sent.get(link, Fraction(0)) for flow in self.flows), Fraction(0))
 
     @property
@@ -80,15 +81,15 @@ class Traffic:
 
     @property
     def sent_per_card(self) -> Fraction:
-        """Bytes that leave a node by each of its network cards."""
-        # Means over ranks, so a node sends that times its ranks.
+        """Bytes that leave a node through each network card."""
+        # sent_over() is a mean over ranks, so a node sends this times its ranks.
         network = self.network
         return self.sent_over(network.between) * network.ranks_per_node / network.cards
 
     @property
     def through_first(self) -> int:
-        """Bytes that pass through the first rank if it adds for all others, else 0."""
-        # A gather occurs only with `sum_by = "first-rank"`; a broadcast alone has other uses.
+        """Bytes that pass through the first rank if it adds for its group, else 0."""
+        # A gather occurs only with `sum_by = "first-rank"`; a broadcast has other uses too.
         if all(flow.kind != "gather" for flow in self.flows):
             return 0
         return sum(
@@ -97,17 +98,17 @@ class Traffic:
 
 
 def _world_ranks_of(scenario: Scenario, *, rank: int) -> _WorldRanks:
-    """Return the function from group members to ranks of the world, by the scenario's topology.
+    """Return the function from group ranks to world ranks, by the scenario's topology.
 
     Args:
-        scenario: The case of one dp-cp group.
-        rank: Rank in the first dp-cp group.
+        scenario: The case for a dp-cp group.
+        rank: Group rank in the first dp-cp group.
     """
     spec = scenario.topology
     # The only dp-cp group is the whole world.
     if spec.tp * spec.pp == 1:
         return lambda among, members: members
-    # The case of a dp-cp group counts only its own ranks, so dp is the rest after cp.
+    # `world.size` in a dp-cp group's case is cp * dp.
     topology = Topology(
         tp=spec.tp, cp=spec.cp, pp=spec.pp, dp=scenario.world.size // spec.cp, order=spec.order
     )
@@ -119,18 +120,17 @@ def _world_ranks_of(scenario: Scenario, *, rank: int) -> _WorldRanks:
 def traffic_of(
     sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int, network: Network
 ) -> Traffic:
-    """Return the traffic of a rank in a step by closed form, if the step is not skipped.
+    """Return a rank's traffic by closed form, in a step that is not skipped.
 
     Args:
         sizes: The params that the rank trains, in registration order.
-        scenario: The case of one dp-cp group.
-        rank: Rank in that group.
+        scenario: The case for a dp-cp group.
+        rank: Group rank.
         network: Nodes and links.
     """
     calls = planned_calls(sizes, scenario=scenario, rank=rank)
     place = _world_ranks_of(scenario, rank=rank)
-    # Keyed by the ranks, not their number: groups of equal size, such as those of experts, can use
-    # other links.
+    # Keyed by ranks, not by group size, because equally large groups can use other links (experts).
     rows: dict[tuple[str, Among, range, str], Counter[tuple[int, int]]] = {}
     for call, count in calls.items():
         key = (call.kind, call.among, call.ranks, call.dtype)
@@ -143,10 +143,10 @@ def traffic_of(
 
 
 def traffic_in(records: Iterable[CollectiveRecord], *, network: Network) -> Traffic:
-    """Return the traffic of a rank from its calls in an event log.
+    """Return a rank's traffic from its calls in an event log.
 
     Args:
-        records: Calls of one rank in one step.
+        records: The rank's calls in a step.
         network: Nodes and links.
     """
     rows: dict[tuple[str, str, tuple[int, ...], str], Counter[tuple[int, int]]] = {}
@@ -171,8 +171,8 @@ def _flow(
     *,
     network: Network,
 ) -> Flow:
-    """Return the flow of one row; `counts` has calls by elements and bytes per element."""
-    # Fractions, because a ring's (n-1)/n of a bucket need not be whole bytes.
+    """Return the flow for a row; `counts` has calls by elements and bytes per element."""
+    # Fractions, because (n-1)/n of a bucket need not be whole bytes.
     between = part_between(ranks, network=network, kind=kind)
     sent = Fraction(0)
     for (elems, elem_bytes), count in counts.items():
