@@ -68,7 +68,7 @@ class TestRing:
 
 
 def test_the_flat_buffer_is_drawn_with_its_boundary():
-    picture = step_of(walk_zero1(), "The flat buffer of gradients").picture
+    picture = step_of(walk_zero1(), "The flat gradient buffer").picture
     assert "rank 0: shard 0 of bucket 0, elements [0, 130)" in picture
     assert "rank 1: shard 1 of bucket 0, elements [130, 260)" in picture
 
@@ -135,9 +135,9 @@ def test_any_scenario_has_a_step(scenario):
     walk = walk_step(load_scenario(scenario))
     buckets = words(step_of(walk, "Buckets").tables[0])
     assert [row[3:5] for row in buckets] == [["544", "0"], ["552", "0"], ["8", "0"]]
-    calls = [row[1] for row in words(step_of(walk, "The calls").tables[0])]
+    calls = [row[1] for row in words(step_of(walk, "Rank 0's calls").tables[0])]
     assert calls.count("reduce_scatter") == calls.count("all_gather") == 3
-    assert "The closed forms agree." in step_of(walk, "What every rank holds").text
+    assert "The closed forms agree." in step_of(walk, "Memory of every rank").text
     page = render_walk_page(walk)
     assert "&lt;b&gt;odd" in page
     assert "<b>odd" not in page

@@ -80,7 +80,7 @@ class Pass:
     """A pass of the walkthrough by numpy, from what its page shows as given or drawn."""
 
     def __init__(self, walk):
-        step = step_of(walk, "What is given")
+        step = step_of(walk, "Given and drawn")
         params, *inputs = ([row[1:] for row in words(table)] for table in step.tables)
         self.before = bf16([float(cell) for row in params for cell in row if cell])
         self.inputs = [bf16([[float(cell) for cell in row] for row in each]) for each in inputs]
@@ -252,7 +252,7 @@ def document_forward():
 
 TABLES = {
     "Who owns what": lambda first: owners(),
-    "What is given": lambda first: [
+    "Given and drawn": lambda first: [
         by_param(split(first.before)), *(matrix(each) for each in first.inputs)
     ],
     "Forward: layer norm": lambda first: activations(first, "norm 1"),
@@ -270,26 +270,26 @@ TABLES = {
     "Forward: logits": lambda first: activations(first, "logits"),
     "Forward: probabilities": losses,
     "Backward": lambda first: [by_param(split(each)) for each in first.grads],
-    "The flat buffer": lambda first: [flat(each) for each in first.grads],
+    "The flat gradient buffer": lambda first: [flat(each) for each in first.grads],
     "Reduce-scatter": lambda first: [flat(first.total)],
     "Adam on one": one_element,
     "Adam on every": lambda first: [flat(first.m), flat(first.v), flat(first.master, 5)],
     "Half new": halves,
     "All-gather": lambda first: [flat(first.after)],
-    "What it saves": lambda first: held(),
-    "What it moves": lambda first: [[
+    "Memory saved": lambda first: held(),
+    "Bytes moved": lambda first: [[
         ["reduce_scatter", "260 bfloat16", "520", "260"],
         ["all_reduce", "3 float64", "24", "24"],
         ["all_gather", "130 bfloat16", "260", "260"],
     ]],
-    "With the figures of the document: forward": lambda first: document_forward(),
-    "With the figures of the document: gradients": lambda first: [
+    "With the document's figures: forward": lambda first: document_forward(),
+    "With the document's figures: gradients": lambda first: [
         *(matrix(each, row="row") for each in W_Q_GRADS),
         matrix(Document(exactly).mean, row="row"),
     ],
-    "With the figures of the document: Adam": lambda first: document_element(),
-    "With the figures of the document: W_q": lambda first: after_to_three(),
-    "With the figures of the document: its slips": lambda first: slips(),
+    "With the document's figures: Adam": lambda first: document_element(),
+    "With the document's figures: W_q": lambda first: after_to_three(),
+    "With the document's figures: its slips": lambda first: slips(),
 }  # fmt: skip
 """Rows of all tables of a step, by the beginning of its title."""
 
@@ -316,24 +316,24 @@ def document_after(first):
 
 TEXTS = {
     "Who owns what": lambda first: [
-        "260", "130", "50", "0", "1", "14", "129", "0", "49", "0", "130", "1"
+        "260", "130", "50", "0", "1", "14", "0", "129", "49", "0", "1", "130"
     ],
-    "What is given": lambda first: [
-        "0", "1", "0", "1", "0", "0", "0.12", text(bf16(0.12), 8),
-        "0", *map(str, first.targets[0]), "1", *map(str, first.targets[1]),
+    "Given and drawn": lambda first: [
+        "0", "1", "0", "1", "0", "0.12", text(bf16(0.12), 8),
+        *map(str, first.targets[0]), "0", *map(str, first.targets[1]), "1",
     ],
     "Forward: probabilities": mean_losses,
-    "The flat buffer": lambda first: ["260", "130", "50", "0", "14", "1"],
+    "The flat gradient buffer": lambda first: ["260", "130", "50", "0", "14", "1"],
     "Reduce-scatter": lambda first: ["0", "130", "1", "130"],
     "Adam on every": lambda first: ["0", "130", "1", "130"],
     "All-gather": lambda first: [str(int((first.after != first.before).sum())), "260"],
-    "What it saves": lambda first: ["2,600", "4,160", "37.5", "12", "16"],
-    "What it moves": lambda first: ["0", "520", "1,040"],
-    "With the figures of the document: forward": lambda first: [
+    "Memory saved": lambda first: ["2,600", "37.5", "4,160", "12", "16"],
+    "Bytes moved": lambda first: ["0", "520", "520", "1,040"],
+    "With the document's figures: forward": lambda first: [
         "0", "0", f"{fp32(INPUT[0]).mean():.3f}", f"{fp32(INPUT[0]).std():.4f}"
     ],
-    "With the figures of the document: W_q": document_after,
-    "With the figures of the document: its slips": lambda first: ["0", "64"],
+    "With the document's figures: W_q": document_after,
+    "With the document's figures: its slips": lambda first: ["0", "64"],
 }  # fmt: skip
 """All numbers in the text of a step, in order."""
 
@@ -356,7 +356,7 @@ def test_the_documents_values_hold_from_fp32_masters_alone(walk):
     """From bf16 params W_q[2, 0] is another one, and is marked."""
     marks = [
         [[cell.mark for cell in row[1:]] for row in table.rows]
-        for table in step_of(walk, "With the figures of the document: W_q").tables
+        for table in step_of(walk, "With the document's figures: W_q").tables
     ]
     assert marks[0] == [["new"] * 4] * 4
     assert marks[1][2][0] == "wrong"

@@ -1,4 +1,7 @@
-"""Walkthroughs: ZeRO and its collectives step by step, with values from real runs."""
+"""Walkthroughs: ZeRO and its collectives step by step, with values from real runs.
+
+`prose.toml` contains their texts.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Second pass through the ZeRO-1 step: the document's own figures, and its slips.
 
-The document gives gradients for `W_q` without a loss. The system runs on these gradients, once in
-fp32, because the document computes in decimals, and once in bf16.
+The document gives gradients for `W_q` without a loss. The system trains with these gradients twice:
+in fp32, because the document computes in decimals, and in bf16.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from zero_sim.workloads.transformer import (
     WIDTH,
 )
 
-# The document's slips: a standard deviation, and the elements of `W_1` on each rank.
+# The document's slips: a standard deviation, and the number of `W_1` elements on each rank.
 _DEVIATION, _CUT = 0.398, (32, 32)
 
 
 def document_steps(first_pass: Sequence[RankStep]) -> list[Step]:
-    """Return the steps of the second pass.
+    """Return the steps in the second pass.
 
     Args:
-        first_pass: All ranks of the first pass, which has the same layout.
+        first_pass: All ranks in the first pass, which has the same layout.
     """
     in_fp32 = run_step(scenario_of("fp32"), loss_of=loss_of_given_grads)
     in_bf16 = run_step(scenario_of("bf16"), loss_of=loss_of_given_grads)
@@ -67,7 +67,7 @@ def _gradients(runs: Sequence[RankStep]) -> Step:
         matrix(torch.tensor(grads), title=f"Given gradient of W_q on rank {rank}", row="row")
         for rank, grads in enumerate(W_Q_GRADS)
     ]
-    # Rank 0 owns all of W_q; its reduced gradient is a sum.
+    # Rank 0 owns W_q. Its reduced gradient is a sum, not a mean.
     mean = (_of_w_q(runs[0].parts["W_q"].grad) / RANKS).view(WIDTH, WIDTH)
     return prose.step(
         "document.gradients",
@@ -93,7 +93,7 @@ def _one_element(run: RankStep) -> Step:
 def _after(in_fp32: RankStep, in_bf16: RankStep) -> Step:
     printed = torch.tensor(W_Q_AFTER_ADAM)
     exact, rounded = (run.parts["W_q"].master.view(WIDTH, WIDTH) for run in (in_fp32, in_bf16))
-    # The only element that differs from the document to three decimals.
+    # Only this element differs from the document to three decimals.
     place = (2, 0)
     return prose.step(
         "document.after",
@@ -108,19 +108,19 @@ def _after(in_fp32: RankStep, in_bf16: RankStep) -> Step:
         ],
         printed=f"{printed[place].item():.3f}",
         rounded=f"{rounded[place].item():.3f}",
-        # 8 elements, those of the first norm, come before W_q in the flat buffer.
+        # The first norm's 8 elements come before W_q in the flat buffer.
         begin=number(in_bf16.before[8 + WIDTH * place[0] + place[1]].item(), digits=8),
         other=number(rounded[place].item(), digits=8),
     )
 
 
 def _to_three(values: Tensor, printed: Tensor) -> list[list[Cell | str]]:
-    """Return values to three decimals, marked by whether they equal the document's."""
+    """Return values to three decimals, marked if they equal the document's values or not."""
     rows: list[list[Cell | str]] = []
     for index, (got, wanted) in enumerate(zip(values.tolist(), printed.tolist(), strict=True)):
         row: list[Cell | str] = [f"row {index}"]
         for value, figure in zip(got, wanted, strict=True):
-            # Compared as printed, because the document has three decimals.
+            # Compare as printed, because the document has three decimals.
             text = f"{value:.3f}"
             mark: Mark = "new" if text == f"{figure:.3f}" else "wrong"
             row.append(Cell(text, mark))
@@ -129,11 +129,11 @@ def _to_three(values: Tensor, printed: Tensor) -> list[list[Cell | str]]:
 
 
 def _slips(run: RankStep, first_pass: Sequence[RankStep]) -> Step:
-    # Repeat the document's computation with its slips, next to the values of the run.
+    # Repeat the document's computation with its slips, next to this run's values.
     row = torch.tensor(INPUT[0])
     slipped = (row - row.mean()) / _DEVIATION
     query = slipped @ torch.tensor(GIVEN["W_q"])
-    # If W_1 were cut in halves, rank 0 would have fewer elements than rank 1.
+    # The document cuts W_1 in halves. Then rank 0 would own fewer elements than rank 1.
     totals = [sum(p.place.stop - p.place.start for p in each.parts.values()) for each in first_pass]
     cut = [each.parts["W_1"].place.stop - each.parts["W_1"].place.start for each in first_pass]
     told = [total - own + half for total, own, half in zip(totals, cut, _CUT, strict=True)]

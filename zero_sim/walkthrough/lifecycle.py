@@ -1,4 +1,4 @@
-"""Lifecycle of stage 3's units over one step: their states and the live bytes at each moment."""
+"""Lifecycle of stage 3's units in a step: their states and the live bytes at each moment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zero_sim.targets.held import memory_of
 from zero_sim.walkthrough import prose
 from zero_sim.zero import DistributedDataParallel, DistributedOptimizer, ZeroConfig
 
-# Small enough for a table, with enough layers to show prefetch and reduction at once.
+# Small enough for a table, but with enough layers to show prefetch and reduction together.
 RANKS, LAYERS, WIDTH, ROWS = 2, 4, 8, 3
 _MARKS: dict[str, Mark] = {
     "sharded": "",
@@ -39,17 +39,17 @@ _MARKS: dict[str, Mark] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """State of rank 0 at one moment."""
+    """Rank 0's state at a moment."""
 
     sample: Sample
     params: tuple[str, ...]
-    """State of the params of each unit."""
+    """Each unit's param state."""
     grads: tuple[str, ...]
-    """State of the gradients of each unit."""
+    """Each unit's gradient state."""
 
 
 def run_step(*, prefetch: int) -> Sequence[Moment]:
-    """Return the moments of rank 0 in the second step of a chain of linear layers, a unit each."""
+    """Train a chain of linear layers, a unit each; return rank 0's moments in the second step."""
     # The second step, because optimizer state and buffers exist from its start.
     moments: list[Moment] = []
     meters = [MemoryMeter() for _ in range(RANKS)]
@@ -60,10 +60,10 @@ def run_step(*, prefetch: int) -> Sequence[Moment]:
     with World(RANKS) as world:
 
         def program(rank: int) -> None:
-            # The log has one watch for all ranks; each call names its rank.
+            # All ranks share the log's watch; each record contains its rank.
             world.log.watch = called
             with meters[rank].watching():
-                # All shards have the same size, so rank 0 stands for every rank.
+                # All shards are equally long, so rank 0 stands for every rank.
                 _train(meters[rank], prefetch=prefetch, moments=moments if rank == 0 else [])
 
         world.run(program)
@@ -72,15 +72,15 @@ def run_step(*, prefetch: int) -> Sequence[Moment]:
 
 
 def _train(meter: MemoryMeter, *, prefetch: int, moments: list[Moment]) -> None:
-    """Build the model and its system, and take two steps."""
-    # All ranks need the same params; their values do not change any number of bytes.
+    """Build the model and its system, and train two steps."""
+    # Equal params on all ranks. Their values do not change the number of bytes.
     torch.manual_seed(0)
     module = nn.Sequential()
     for number in range(1, LAYERS + 1):
         module.add_module(f"layer_{number}", nn.Linear(WIDTH, WIDTH))
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
-    # A bucket is closed after the bias of a layer, so that each layer is a unit.
+    # A bucket closes after a layer's bias, so that each layer is a unit.
     layout = LayoutPolicy(bucket_elems=WIDTH * WIDTH + 1)
     config = ZeroConfig(stage=3, layout=layout, overlap_grads=True, prefetch=prefetch)
     ddp = DistributedDataParallel(module, config=config, group=group)
@@ -100,13 +100,14 @@ def _train(meter: MemoryMeter, *, prefetch: int, moments: list[Moment]) -> None:
         meter.phase = "data"
         optimizer.zero_grad()
         inputs = torch.randn(ROWS, WIDTH)
+        # A step has a single micro-batch, so this is also the last.
         ddp.begin_last_micro_batch()
         meter.phase = "forward"
         loss = module(inputs).square().mean()
         meter.phase = "backward"
         loss.backward()
         ddp.end_micro_batch(True)
-        # Released as in a usual training loop, or they would count as live in the optimizer step.
+        # Release them as a usual training loop does, or they would be live in the optimizer step.
         del loss, inputs
         meter.phase = "step"
         optimizer.step()
@@ -139,14 +140,14 @@ def walk_lifecycle() -> Walk:
 
 
 def _steps(moments: Sequence[Moment], *, prefetch: int, number: int) -> list[Step]:
-    """Return the steps of a run.
+    """Return the steps in a run.
 
     Args:
-        moments: Moments of rank 0.
+        moments: Rank 0's moments.
         prefetch: Number of units gathered ahead.
-        number: Number of the first step in the walkthrough.
+        number: The first step's number in the walkthrough.
     """
-    # The first moment is compared with itself, so no unit counts as changed.
+    # Compare the first moment with itself, so that no unit counts as changed.
     where = [_where(moment, moments[max(0, at - 1)]) for at, moment in enumerate(moments)]
     points = [
         Point(
@@ -169,8 +170,8 @@ def _steps(moments: Sequence[Moment], *, prefetch: int, number: int) -> list[Ste
 
 
 def _where(moment: Moment, before: Moment) -> str:
-    """Return a description of a moment, with the units of its call."""
-    # A call belongs to the units whose state changed since the moment before.
+    """Return a description of a moment, with the units that its call moves."""
+    # These are the units whose state changed since the previous moment.
     begun = [
         f"layer_{i + 1}"
         for i, states in enumerate(zip(moment.params, moment.grads, strict=True))

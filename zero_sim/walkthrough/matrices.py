@@ -12,23 +12,23 @@ from zero_sim.walkthrough import prose
 from zero_sim.workloads.transformer import SHAPES
 
 FLAT_COLUMNS = 10
-"""Elements in a table row. It divides 130, the boundary of the shards, so no row has two owners."""
+"""Elements per table row. It divides 130, the shard boundary, so that no row has two owners."""
 
 MarkOf = Callable[[int], Mark]
 """Maps an element's position to its mark."""
 
 
 def number(value: float, *, digits: int = 4) -> str:
-    """Return a value with a number of significant digits; four distinguish all bf16 values."""
+    """Return a value with significant digits; four distinguish all bf16 values."""
     return f"{value:.{digits}g}"
 
 
 def cells(values: Tensor, *, mark: Mark = "", digits: int = 4) -> list[Cell]:
-    """Return the cells of a row.
+    """Return a row of cells.
 
     Args:
         values: Shape (columns,), any dtype.
-        mark: Mark of all cells.
+        mark: Mark for all cells.
         digits: Significant digits; see `number`.
     """
     return [Cell(number(value, digits=digits), mark) for value in values.float().tolist()]
@@ -39,21 +39,21 @@ def matrix(values: Tensor, *, title: str, row: str = "token", mark: Mark = "") -
 
     Args:
         values: Shape (rows, columns).
-        title: Title of the table.
-        row: Name of a row.
-        mark: Mark of all cells.
+        title: Table title.
+        row: Word before the index in row names.
+        mark: Mark for all cells.
     """
     rows = [[f"{row} {index}", *cells(each, mark=mark)] for index, each in enumerate(values)]
     return Table(head=columns(values.shape[1]), rows=rows, title=title)
 
 
 def by_head(values: Tensor, *, title: str, row: str = "token") -> Table:
-    """Return the matrices of all attention heads side by side.
+    """Return all attention heads' matrices side by side.
 
     Args:
         values: Shape (heads, rows, columns).
-        title: Title of the table.
-        row: Name of a row.
+        title: Table title.
+        row: Word before the index in row names.
     """
     heads, count, width = values.shape  # [heads, rows, columns]
     rows = [
@@ -70,14 +70,14 @@ def flat(entry: str, values: Tensor, *, title: str, mark_of: MarkOf, digits: int
     Args:
         entry: Table in `prose.toml` with the marks.
         values: Shape (elements,).
-        title: Title of the table.
-        mark_of: Returns the mark of an element.
+        title: Table title.
+        mark_of: Returns the mark for an element.
         digits: Significant digits; see `number`.
     """
     found = [number(value, digits=digits) for value in values.float().tolist()]
     marked = [Cell(text, mark_of(index)) for index, text in enumerate(found)]
     rows: list[Sequence[Cell | str]] = []
-    # Each row shows its span and params, because it may contain the end of one and the next.
+    # Each row shows its span and params, because it may contain parts of several params.
     for start in range(0, len(marked), FLAT_COLUMNS):
         stop = min(start + FLAT_COLUMNS, len(marked))
         rows.append([f"[{start}, {stop})", _params(start, stop), *marked[start:stop]])
@@ -86,13 +86,13 @@ def flat(entry: str, values: Tensor, *, title: str, mark_of: MarkOf, digits: int
 
 
 def by_param(entry: str, values: Tensor, *, title: str, mark_of: MarkOf) -> Table:
-    """Return a flat buffer with a table row for each row of a param.
+    """Return a flat buffer with a table row for each param row.
 
     Args:
         entry: Table in `prose.toml` with the marks.
         values: Shape (elements,).
-        title: Title of the table.
-        mark_of: Returns the mark of an element.
+        title: Table title.
+        mark_of: Returns the mark for an element.
     """
     rows: list[Sequence[Cell | str]] = []
     offset, widest = 0, max(shape[-1] for shape in SHAPES.values())
@@ -101,7 +101,7 @@ def by_param(entry: str, values: Tensor, *, title: str, mark_of: MarkOf) -> Tabl
         for index in range(shape[0] if len(shape) == 2 else 1):
             stop = offset + shape[-1]
             label = f"{name}[{index}]" if len(shape) == 2 else name
-            # Narrow params are padded with empty cells to the widest one.
+            # Fill rows of narrow params with empty cells.
             row = [Cell(found[at], mark_of(at)) for at in range(offset, stop)]
             rows.append([label, *row, *[""] * (widest - len(row))])
             offset = stop
@@ -109,12 +109,13 @@ def by_param(entry: str, values: Tensor, *, title: str, mark_of: MarkOf) -> Tabl
 
 
 def columns(count: int) -> list[str]:
-    """Return the heading of a table with a column of row names and numbered columns."""
+    """Return a table heading: an empty cell above the row names, then column numbers."""
     return ["", *map(str, range(count))]
 
 
 def _params(start: int, stop: int) -> str:
-    """Return the params of a span: the first, an ellipsis, the last."""
+    """Return the params in a span: the first, an ellipsis, the last."""
     names = [name for name, shape in SHAPES.items() for _ in range(torch.Size(shape).numel())]
+    # dict.fromkeys drops repeated names and keeps their order.
     first, *others = dict.fromkeys(names[start:stop])
     return ", ".join([first, *(["..."] if others[:-1] else []), *others[-1:]])

@@ -1,4 +1,4 @@
-"""Texts of the walkthroughs from `prose.toml`, filled with values of their runs."""
+"""Walkthrough texts from `prose.toml`, filled with values from runs."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def step(
     """Return a step with its title and paragraphs.
 
     Args:
-        name: Its table in `prose.toml`, such as `ring.start`.
+        name: Table in `prose.toml`, such as `ring.start`.
         tables: Tables below the text.
         picture: Picture above the tables, on pages only.
         more: Further paragraphs.
-        values: Values of the names in braces.
+        values: Values for names in braces.
     """
     entry = entry_of(name)
-    # A name in braces without a value raises, so texts and runs cannot drift apart.
+    # A name without a value raises an error, so texts and runs cannot drift apart.
     text = [_joined(paragraph).format_map(values) for paragraph in entry.get("text", ())]
     return Step(
         title=entry["title"].format_map(values),
@@ -50,14 +50,14 @@ def step(
 def table(
     name: str, rows: Sequence[Sequence[Cell | str]], *, head: Sequence[str] = (), title: str = ""
 ) -> Table:
-    """Return a table with the marks of a step, and its heading unless `head` is given."""
+    """Return a table with a step's marks, and its heading unless `head` is given."""
     entry = entry_of(name)
     marks = entry.get("marks", {})
     return Table(head=head or entry["head"], rows=rows, marks=marks, title=title)
 
 
 def entry_of(name: str) -> Mapping[str, Any]:
-    """Return a table of `prose.toml`."""
+    """Return a table from `prose.toml`."""
     entry = _read()
     for part in name.split("."):
         entry = entry[part]
@@ -65,9 +65,11 @@ def entry_of(name: str) -> Mapping[str, Any]:
 
 
 def _joined(paragraph: str) -> str:
+    # Join lines, so that paragraphs in the file can be wrapped anywhere.
     return " ".join(paragraph.split())
 
 
+# Cached, because every step and table looks up its entry.
 @functools.cache
 def _read() -> Mapping[str, Any]:
     text = resources.files("zero_sim.walkthrough").joinpath("prose.toml").read_text("utf-8")

@@ -1,4 +1,4 @@
-"""Ring all-reduce on 4 ranks: 6 iterations of sends and receives, run in the simulated world."""
+"""Ring all-reduce on 4 ranks: 6 iterations of sends and receives in the simulated world."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from zero_sim.report.walks import Cell, Mark, Step, Table, Walk
 from zero_sim.sim import World
 from zero_sim.walkthrough import prose
 
-# As many chunks as ranks, so that each rank completes one.
+# As many chunks as ranks, so that each rank completes a chunk.
 RANKS, CHUNKS = 4, 4
-# The example of slow links: 8 ranks on nodes of 2, with a divisible number of params.
+# The slow-link example: 8 ranks on nodes of 2, with a divisible number of params.
 _WORLD, _NODE, _PARAMS = 8, 2, 8 * 10**9
 _RINGS: tuple[Ring, Ring] = ("across", "by-node")
 # Multiples of 1/2, so that all sums are exact in fp32 and short in print.
 START = ((1.0, 8), (2.0, 8), (1.5, 8), (2.5, 8))
-"""First value and number of values of each rank; values increase by one."""
+"""First value and number of values on each rank; values increase by 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Iteration:
-    """One rank's send and receive, and its values after them."""
+    """A rank's send and receive, and its values after them."""
 
     sent: int
-    """Index of the chunk that it sent to the next rank."""
+    """Index of the chunk sent to the next rank."""
     got: int
-    """Index of the chunk that it received from the previous rank."""
+    """Index of the chunk received from the previous rank."""
     values: tuple[float, ...]
 
 
 def values_of(rank: int) -> Tensor:
-    """Return the initial values of a rank."""
+    """Return a rank's initial values."""
     first, count = START[rank]
     return first + torch.arange(float(count))
 
@@ -48,7 +48,7 @@ def run_ring() -> tuple[Sequence[Sequence[Iteration]], Sequence[Tensor]]:
     """Run both halves with messages, and an all-reduce in ring order for comparison.
 
     Returns:
-        Iterations by rank, and each rank's result of the all-reduce.
+        Iterations by rank, and each rank's all-reduce result.
     """
 
     def program(rank: int) -> tuple[list[Iteration], Tensor]:
@@ -56,17 +56,17 @@ def run_ring() -> tuple[Sequence[Sequence[Iteration]], Sequence[Tensor]]:
         chunks = mine.view(CHUNKS, -1)  # [chunks, 2], a view: writing a chunk changes `mine`.
         told: list[Iteration] = []
         for turn in range(2 * (RANKS - 1)):
-            # Rank r starts with chunk r. The second half starts with the chunk that the first half
-            # completed on this rank, one ahead of its last send.
+            # Rank r first sends chunk r, then the chunk that it received last. The second half
+            # starts with the chunk that the first half completed on this rank.
             sent = (rank - turn + (turn >= RANKS - 1) * RANKS) % CHUNKS
             got = (sent - 1) % CHUNKS
             coming = torch.empty_like(chunks[got])
-            # Asynchronous: if all ranks blocked in a send, none would receive.
+            # Asynchronous, because if all ranks blocked in a send, none would receive.
             sending = dist.isend(chunks[sent].clone(), (rank + 1) % RANKS)
             dist.recv(coming, (rank - 1) % RANKS)
             assert sending is not None
             sending.wait()
-            # First half: add the received chunk. Second half: replace by the completed sum.
+            # First half: add the received chunk. Second half: keep the received sum.
             if turn < RANKS - 1:
                 chunks[got] += coming
             else:
@@ -76,7 +76,7 @@ def run_ring() -> tuple[Sequence[Sequence[Iteration]], Sequence[Tensor]]:
         dist.all_reduce(whole)
         return told, whole
 
-    # The order of addition of the messages above, so that the all-reduce gives the same bits.
+    # The order in which the messages above add, so that the all-reduce gives the same bits.
     with World(RANKS, order="ring") as world:
         done = world.run(program)
     return [told for told, _ in done], [whole for _, whole in done]
@@ -105,7 +105,7 @@ def _iteration(iterations: Sequence[Sequence[Iteration]], turn: int) -> Step:
         finished = {each.got for each in iterations[rank][RANKS - 2 : turn + 1]}
         row = []
         for index, text in enumerate(_chunks(each.values)):
-            # The last mark that applies is shown: a chunk may be sent and whole at once.
+            # A chunk may be sent and whole at the same time. Then the last mark wins.
             mark: Mark = ""
             if index == each.sent:
                 mark = "sent"
@@ -144,7 +144,7 @@ def _iteration(iterations: Sequence[Sequence[Iteration]], turn: int) -> Step:
 
 def _division(iterations: Sequence[Sequence[Iteration]], wholes: Sequence[Tensor]) -> Step:
     sums = [told[-1].values for told in iterations]
-    # The same order of addition gives the same bits, so equality is exact.
+    # Compare bits, because both add in the same order.
     same = all(values == tuple(whole.tolist()) for values, whole in zip(sums, wholes, strict=True))
     means = [tuple(value / RANKS for value in values) for values in sums]
     return prose.step(
@@ -156,8 +156,9 @@ def _division(iterations: Sequence[Sequence[Iteration]], wholes: Sequence[Tensor
 
 def _contrast() -> Step:
     elems = START[0][1]
-    # In each of 2 (RANKS - 1) iterations, a rank sends one chunk of elems / RANKS elements.
+    # In each of 2 (RANKS - 1) iterations, a rank sends a chunk with elems / RANKS elements.
     ring = 2 * elems * (RANKS - 1) // RANKS
+    # Without a ring, rank 0 sends the sum to all others, or every rank sends its values to all.
     rows = [
         ["ring", f"{ring}", f"{ring}", f"{2 * (RANKS - 1)}"],
         ["rank 0 gathers, adds and sends", f"{elems * (RANKS - 1)}", f"{elems}", "2"],
@@ -167,8 +168,8 @@ def _contrast() -> Step:
 
 
 def _nodes() -> Step:
-    """Return the effect of K replicas of the state if some links are slow, by closed forms."""
-    # P counts params, so bytes of bf16 are divided by 2 P.
+    """Return how K replicas reduce traffic on slow links, by closed forms."""
+    # In units of P params, so divide bf16 bytes by 2 P.
     rows = []
     sent_slow: dict[tuple[int, Ring], float] = {}
     for copies in (1, 2, 4):
@@ -179,14 +180,16 @@ def _nodes() -> Step:
         for ring in _RINGS:
             network = Network(ranks_per_node=_NODE, cards=1, ring=ring)
             traffic = traffic_of(model.laid_out(), scenario=model.scenario, rank=0, network=network)
+            # Gradients and params only: control messages have other dtypes.
             flows = [flow for flow in traffic.flows if flow.dtype == "bfloat16"]
             slow = sum(flow.sent[network.between] for flow in flows)
+            # The total does not depend on the ring, so show it once.
             if ring == _RINGS[0]:
                 whole = sum(flow.total_sent for flow in flows)
                 cells.append(f"{float(whole) / (2 * _PARAMS):g} P")
             sent_slow[copies, ring] = float(slow) / (2 * _PARAMS)
             cells.append(f"{sent_slow[copies, ring]:g} P")
-        # fp32 master and Adam's two moments: 12 bytes per owned element, 1 / N of each shard group.
+        # fp32 master and Adam's two moments: 12 bytes per owned element, K / N of all elements.
         cells.append(f"{12 * copies / _WORLD:g} P")
         rows.append(cells)
     table = prose.table("ring.nodes", rows)

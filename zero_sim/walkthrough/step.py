@@ -1,4 +1,4 @@
-"""One step of any scenario: buckets, shards, all calls over time, and live bytes."""
+"""A step in any scenario: buckets, shards, all calls over time, and live bytes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.walkthrough import prose
 
 CALLS_MAX = 200
-"""Calls to show of one rank."""
+"""Maximum number of calls to show."""
 _NAMES_SHOWN = 4
 
 
 def walk_step(scenario: Scenario) -> Walk:
-    """Return the walkthrough of a case's second step, or of its only one.
+    """Return the walkthrough of a case's second step, or its only step.
 
     Args:
         scenario: A validated case.
@@ -37,7 +37,7 @@ def walk_step(scenario: Scenario) -> Walk:
 def _layout(measured: Measured) -> Step:
     group = measured.groups[0]
     ranks = group.ranks
-    # The first dp-cp group; others train other params.
+    # The first dp-cp group only, because others train other params.
     by_rank = [_forms(measured, group, index) for index in range(len(ranks))]
     rows: list[list[Cell | str]] = []
     for number, form in enumerate(by_rank[0]):
@@ -51,6 +51,7 @@ def _layout(measured: Measured) -> Step:
             str(form.elems - form.payload_elems),
         ]
         for own in by_rank:
+            # Ranks with different experts may have different numbers of buckets.
             shard = own[number] if number < len(own) else None
             cells.append("" if shard is None else _shard(shard))
         rows.append(cells)
@@ -87,7 +88,7 @@ def _calls(measured: Measured) -> Step:
         [
             str(number + 1),
             record.kind,
-            # Cut, because the ranks of a large group would fill the page.
+            # Cut, because a large group's ranks would fill the page.
             f"{record.group} {list(record.group_ranks)}"[:60],
             f"{record.elems:,} {record.dtype}",
             f"{record.bytes:,}",
@@ -96,7 +97,7 @@ def _calls(measured: Measured) -> Step:
         ]
         for number, record in enumerate(records[:CALLS_MAX])
     ]
-    # The topology does not matter for the sum over all links.
+    # Any network will do, because only the sum over all links is shown.
     traffic = measured.traffic(0, network=Network())
     left = len(records) - len(rows)
     more = f" The table shows the first {CALLS_MAX}." if left > 0 else ""
@@ -153,7 +154,7 @@ def _held(measured: Measured) -> Step:
          f"{ledger.peak.total:,}", f"{ledger.peak.phase}: {ledger.peak.where}"]
         for ledger in measured.ledgers
     ]  # fmt: skip
-    # Only a system that declares its costs can contradict the closed forms.
+    # Closed forms only apply to systems that declare their costs.
     found = list(measured.differences()) if measured.is_costed else []
     agree = f"Closed forms differ: {found[0]}." if found else "The closed forms agree."
     head = ("", *(name.replace("_", " ") for name in names), "peak", "at")

@@ -1,4 +1,4 @@
-"""ZeRO-1 with the 260-parameter transformer on 2 ranks: one step, recorded while it runs."""
+"""ZeRO-1 with the 260-parameter transformer on 2 ranks: a step, recorded while it runs."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ LossOf = Callable[[Workload, nn.Module, Batch, int], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStep:
-    """Values that one rank computed, contributed and kept in the step."""
+    """A rank's values in the step."""
 
     batch: Batch
     activations: Mapping[str, Tensor]
-    """Activations by the names of `Transformer260`, without the batch dimension."""
+    """Activations by `Transformer260`'s names, without the batch dimension."""
     loss: Tensor  # 0-D
     grads: Tensor  # 1D (260,)
-    """This rank's own gradients, the input of its reduce-scatter."""
+    """This rank's own gradients, the reduce-scatter's input."""
     before: Tensor  # 1D (260,)
     """Working params before the step, in flat order, like the next two fields."""
     half: Tensor  # 1D (260,)
-    """Working params at the call of the all-gather: the owned half is new, the other half old."""
+    """Working params when the all-gather is called: the owned half is new, the other half old."""
     after: Tensor  # 1D (260,)
     """Working params after the step."""
     parts: Mapping[str, OwnedPart]
-    """Masters, reduced gradients and moments that the rank owns, by param."""
+    """The rank's masters, reduced gradients and moments, by param."""
     calls: Sequence[CollectiveRecord]
 
 
 def scenario_of(dtype: DtypeName) -> Scenario:
-    """Return the case of the walkthrough: stage 1 with one sequence per rank."""
+    """Return the walkthrough's case: stage 1 with one sequence per rank."""
     return Scenario(
         schema=1,
         name="walkthrough",
@@ -62,9 +62,10 @@ def loss_of_batch(workload: Workload, module: nn.Module, batch: Batch, rank: int
 
 
 def loss_of_given_grads(workload: Workload, module: nn.Module, batch: Batch, rank: int) -> Tensor:
-    """Run forward, and return a loss with the given gradient for `W_q` and none for others."""
-    # The derivative of sum(param * grads) by param is grads.
+    """Run forward, and return a loss whose gradient is as given for `W_q`, and zero for others."""
+    # Forward only records activations; the loss does not depend on it.
     module(batch.inputs)
+    # The derivative of sum(param * grads) by param is grads.
     param = module.get_parameter("W_q")  # [4, 4]
     return (param * torch.tensor(W_Q_GRADS[rank]).to(param.dtype)).sum()
 
@@ -95,13 +96,13 @@ def run_step(scenario: Scenario, *, loss_of: LossOf = loss_of_batch) -> Sequence
         def program(rank: int) -> RankStep:
             group = dist.group.WORLD
             assert isinstance(group, dist.ProcessGroup)
-            # Kept by rank for `called`, which gets a call but no module.
+            # Keep it for `called`, which gets no module.
             module = modules[rank] = workload.build()
             activations = _record_activations(module)
             engine = ZeroSimTarget().build(module, scenario=scenario, group=group)
             engine.zero_grad()
             before = _flat(module)
-            # Only now, so that calls of the build are not recorded.
+            # Only now, so that calls during construction are not recorded.
             world.log.watch = called
             batch = workload.batch(step=0, rank=rank, micro=0)
             loss = loss_of(workload, engine.module, batch, rank)
@@ -125,12 +126,13 @@ def run_step(scenario: Scenario, *, loss_of: LossOf = loss_of_batch) -> Sequence
 
 
 def owned(runs: Sequence[RankStep], value_of: Callable[[OwnedPart], Tensor | None]) -> Tensor:
-    """Return the parts of all owners as one flat tensor, shape (260,).
+    """Concatenate all owners' parts to a flat tensor, shape (260,).
 
     Args:
         runs: All ranks.
         value_of: Selects a tensor from a part, such as its master.
     """
+    # Ranks and their parts are in flat buffer order.
     found = [value_of(part) for run in runs for part in run.parts.values()]
     return torch.cat([values for values in found if values is not None])
 
@@ -139,7 +141,7 @@ def _record_activations(module: nn.Module) -> dict[str, Tensor]:
     activations: dict[str, Tensor] = {}
 
     def note(name: str, activation: Tensor) -> Tensor:
-        # [1, tokens, ...] to [tokens, ...]: a rank has one sequence.
+        # [1, tokens, ...] to [tokens, ...], because a rank has one sequence.
         activations[name] = activation.detach().clone().squeeze(0)
         return activation
 
@@ -154,8 +156,7 @@ def _flat(module: nn.Module) -> Tensor:
 
 
 def _kept(part: OwnedPart) -> OwnedPart:
-    """Return a copy of a part."""
-    # The memory of a run ends with its world.
+    """Return a copy of a part, because its memory ends with the world."""
     return OwnedPart(
         place=part.place,
         grad=None if part.grad is None else part.grad.clone(),

@@ -1,7 +1,7 @@
 """ZeRO-1 with the 260-parameter transformer on 2 ranks: a whole step, number by number.
 
-Every value is read from the system on each rank during the run. A second pass uses the figures of
-the document that the model comes from.
+Every value is read from the system on each rank during the run. A second pass uses the figures in
+the document that defines the model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from zero_sim.walkthrough.tiny_step import RANKS, RankStep, owned, run_step, sce
 from zero_sim.workloads import build_workload
 from zero_sim.workloads.transformer import GIVEN, HEADS, SHAPES, W_Q
 
-# bf16, so that fp32 masters differ visibly from the working params.
+# bf16, so that fp32 masters differ visibly from working params.
 SCENARIO = scenario_of("bf16")
 # Offset of `W_q` in the flat buffer, in elements.
 _W_Q_AT = 8
@@ -77,14 +77,14 @@ def _owners(runs: Sequence[RankStep]) -> Step:
             assert place.flat_start is not None
             count = place.stop - place.start
             stop = place.flat_start + count
-            # A param across the boundary has elements on both ranks.
+            # A param that crosses the boundary has elements on both ranks.
             mark: Mark = "own" if count == elems else "sent"
             row.append(Cell(f"{count}: [{place.flat_start}, {stop})", mark))
         rows.append(row)
         offset += elems
     totals = _totals(runs)
     rows.append(["all", f"[0, {offset})", *(str(total) for total in totals)])
-    # W_1 is the param that the boundary cuts, so both ranks have a part of it.
+    # The boundary cuts W_1, so both ranks have a part of it.
     cut = [run.parts["W_1"].place for run in runs]
     assert cut[0].flat_start is not None
     return prose.step(
@@ -105,6 +105,7 @@ def _start(runs: Sequence[RankStep]) -> Step:
     def mark_of(index: int) -> Mark:
         return "own" if names[index] in GIVEN else "sent" if names[index] in _DRAWN else ""
 
+    # Both ranks start with equal params, so rank 0's are enough.
     title = "Params, the same on both ranks"
     params = by_param("zero1.start", runs[0].before, title=title, mark_of=mark_of)
     inputs = [
@@ -122,10 +123,10 @@ def _start(runs: Sequence[RankStep]) -> Step:
     )
 
 
-# Drawn params. All others are given, or start with 1 (weight of a norm) or 0 (bias).
+# Drawn params. All others are given, or start at 1 (norm weights) or 0 (biases).
 _DRAWN = ("W_o", "W_1", "W_2")
 
-# Tables of `prose.toml`, with the activations to show and their titles.
+# Tables in `prose.toml`, with the activations to show and their titles.
 _FORWARD: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
     ("norm_1", [("norm 1", "Normalised")]),
     ("projections", [("Q", "Q"), ("K", "K"), ("V", "V")]),
@@ -162,7 +163,7 @@ def _forward(runs: Sequence[RankStep]) -> list[Step]:
         for rank, run in enumerate(runs)
         for name in ("Q", "K", "V")
     ]  # fmt: skip
-    # Splitting into heads computes nothing, so it is no activation; it comes before the scores.
+    # Splitting into heads computes nothing, so it has no activation. Show it before the scores.
     at = [entry for entry, _ in _FORWARD].index("scores")
     return [*steps[:at], prose.step("zero1.heads", heads), *steps[at:]]
 
@@ -218,6 +219,7 @@ def _buffer(runs: Sequence[RankStep]) -> Step:
 
 
 def _reduced(runs: Sequence[RankStep]) -> Step:
+    # Sums exist only on their owners, so join them.
     total = owned(runs, lambda part: part.grad)
     return prose.step(
         "zero1.reduced",
@@ -231,13 +233,13 @@ def _one_element(runs: Sequence[RankStep]) -> Step:
     total = part.grad
     assert total is not None
     own = [run.grads[_W_Q_AT].item() for run in runs]
-    # The sum is bf16; the owner divides it in fp32.
+    # The owner divides the bf16 sum in fp32.
     gradient = total[0].float().item() / RANKS
     m, v = part.state["exp_avg"][0].item(), part.state["exp_avg_sq"][0].item()
     beta1, beta2 = spec.betas
     # At step 1, bias correction restores m_hat = g and v_hat = g^2.
     m_hat, v_hat = m / (1 - beta1), v / (1 - beta2)
-    # eps is added to the root, as in torch.optim.Adam, not inside of it.
+    # eps is added to the root, not inside it, as in torch.optim.Adam.
     step = spec.lr * m_hat / (v_hat**0.5 + spec.eps)
     rows = [
         ["gradient of rank 0", number(own[0]), "bf16"],
@@ -261,6 +263,7 @@ def _stepped(runs: Sequence[RankStep]) -> Step:
     shown = (
         ("First moments m", owned(runs, lambda part: part.state["exp_avg"]), 4),
         ("Second moments v", owned(runs, lambda part: part.state["exp_avg_sq"]), 4),
+        # Four digits distinguish bf16 values, but masters are fp32.
         ("Masters after the step, fp32", owned(runs, lambda part: part.master), 5),
     )
     return prose.step(
@@ -278,11 +281,11 @@ def _half(runs: Sequence[RankStep]) -> Step:
     boundary = _totals(runs)[0]
     tables = []
     for rank, run in enumerate(runs):
-        # Owned elements whose step rounds to nothing in bf16 have no mark.
+        # An owned element has no mark if its step is lost in bf16 rounding.
         is_new = (run.half != run.before).tolist()
 
         def mark_of(at: int, rank: int = rank, is_new: Sequence[bool] = is_new) -> Mark:
-            # `sent`: elements of the other rank, which this rank receives only in the all-gather.
+            # `sent` marks the other rank's elements, which this rank receives in the all-gather.
             return "sent" if (at >= boundary) != bool(rank) else "new" if is_new[at] else ""
 
         title = f"Working params on rank {rank}"
@@ -291,6 +294,7 @@ def _half(runs: Sequence[RankStep]) -> Step:
 
 
 def _gathered(runs: Sequence[RankStep]) -> Step:
+    # Both ranks have equal params again, so show rank 0's.
     is_new = (runs[0].after != runs[0].before).tolist()
     table = flat(
         "zero1.gathered",
@@ -320,6 +324,7 @@ def _bytes() -> Step:
     rows = [
         [name, f"{whole.held[name]:,}", f"{shared.held[name]:,}"]
         for name in whole.held
+        # Omit categories without memory.
         if whole.held[name]
     ]
     rows.append(["all", f"{whole.total:,}", f"{shared.total:,}"])
@@ -339,7 +344,7 @@ def _traffic(runs: Sequence[RankStep]) -> Step:
         [record.kind, f"{record.elems:,} {record.dtype}", f"{record.bytes:,}"]
         for record in runs[0].calls
     ]
-    # Bytes that rank 0 sends in a ring, by kind.
+    # Bytes that rank 0 sends on a ring, by kind.
     sent = {flow.kind: f"{int(flow.total_sent):,}" for flow in traffic.flows}
     table = [[*row, sent[row[0]]] for row in rows]
     buffer = next(record.bytes for record in runs[0].calls if record.kind == "reduce_scatter")
@@ -349,18 +354,18 @@ def _traffic(runs: Sequence[RankStep]) -> Step:
 
 
 def _totals(runs: Sequence[RankStep]) -> list[int]:
-    """Return the number of elements that each rank owns."""
+    """Return each rank's number of owned elements."""
     return [sum(p.place.stop - p.place.start for p in run.parts.values()) for run in runs]
 
 
 def _owner_marks(runs: Sequence[RankStep]) -> MarkOf:
-    """Return marks for the elements of rank 0 and of rank 1."""
-    # Shards are contiguous, so the first rank's total is the boundary in the flat buffer.
+    """Return marks for rank 0's and rank 1's elements."""
+    # Shards are contiguous, so rank 0's total is the boundary in the flat buffer.
     first, _ = accumulate(_totals(runs))
     return lambda index: "own" if index < first else "sent"
 
 
 def _targets(run: RankStep) -> Tensor:
-    """Return the target of each token, shape (tokens,)."""
+    """Return each token's target, shape (tokens,)."""
     assert run.batch.targets is not None
     return run.batch.targets[0]
