@@ -54,7 +54,7 @@ class Model:
             UsageError: If there are more than `BUCKETS_MAX` buckets.
         """
         system = self.scenario.system
-        # Without buckets, the length of reduce buffers limits what is reduced together.
+        # Without buckets, reduce buffers limit how many elements are reduced together.
         bucket = system.bucket_elems or system.reduce_buffer_elems
         if not self.counted or bucket is None or not self.sizes:
             return self.sizes

@@ -166,7 +166,6 @@ def _letter(call: SeenCall) -> str:
 
 
 def _letters(calls: Sequence[SeenCall]) -> str:
-    """Return one letter per call."""
     # An all-reduce adds shards across replicas if it is as long as a reduce-scatter's output.
     left = {(c.elems // c.ranks) for c in calls if _letter(c) == "R" and c.ranks}
     return "".join(

@@ -142,8 +142,8 @@ def _whole_at(
         scenario: The case; only `system.prefetch` matters.
         backward: True if `forms` is in backward order.
     """
-    # Prefetched buckets, and the last bucket that is kept for backward, are counted separately for
-    # each shard group size, because experts' buckets have another shard group.
+    # Experts' buckets have another shard group. So prefetched buckets, and the last bucket, which
+    # is kept for backward, are counted separately for each shard group size.
     for ranks in dict.fromkeys(form.group_size for form in forms):
         line = [each for each, form in enumerate(forms) if form.group_size == ranks]
         come = [each for each in line if each <= index]

@@ -231,8 +231,6 @@ def _place(
 
 
 class _Rank:
-    """A rank in a measuring run."""
-
     def __init__(self, *, rank: int, log: EventLog) -> None:
         self._rank = rank
         self._log = log

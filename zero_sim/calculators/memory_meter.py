@@ -39,8 +39,6 @@ Named = Callable[[], Iterable[tuple[str, Tensor]]]
 
 @dataclass(slots=True)
 class _Block:
-    """A live storage."""
-
     storage: weakref.ref[UntypedStorage]
     bytes: int
     born: str  # phase that allocated it

@@ -1,7 +1,7 @@
 """Partition rules: how a unit is cut into shards.
 
     padded     padding at the end makes shards even; padding has no owner
-    uneven     no padding; the remainder is spread over the first shards, an element each
+    uneven     no padding; the first shards take an extra element each, for the remainder
     rows       a unit is a single param, padded so that no row of dim 0 spans two shards
     one-owner  no padding; a unit has a single owner, assigned round-robin
 

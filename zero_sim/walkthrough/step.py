@@ -112,6 +112,7 @@ def _calls(measured: Measured) -> Step:
 
 def _timeline(measured: Measured) -> Step:
     picture, said = draw_timeline(measured.log, None)
+    # Pictures are on pages only, so the table shows the calls too.
     timeline = read_timeline(measured.log)
     rows = [
         [

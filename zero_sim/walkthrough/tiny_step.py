@@ -31,7 +31,7 @@ class RankStep:
     batch: Batch
     activations: Mapping[str, Tensor]
     """Activations by `Transformer260`'s names, without the batch dimension."""
-    loss: Tensor  # 0-D
+    loss: Tensor  # 0D
     grads: Tensor  # 1D (260,)
     """This rank's own gradients, the reduce-scatter's input."""
     before: Tensor  # 1D (260,)

@@ -99,7 +99,6 @@ def _owners(runs: Sequence[RankStep]) -> Step:
 
 
 def _start(runs: Sequence[RankStep]) -> Step:
-    """Return the initial values, given or drawn."""
     names = [name for name, shape in SHAPES.items() for _ in range(torch.Size(shape).numel())]
 
     def mark_of(index: int) -> Mark:
@@ -354,7 +353,7 @@ def _traffic(runs: Sequence[RankStep]) -> Step:
 
 
 def _totals(runs: Sequence[RankStep]) -> list[int]:
-    """Return each rank's number of owned elements."""
+    # Owned elements, by rank.
     return [sum(p.place.stop - p.place.start for p in run.parts.values()) for run in runs]
 
 
@@ -366,6 +365,5 @@ def _owner_marks(runs: Sequence[RankStep]) -> MarkOf:
 
 
 def _targets(run: RankStep) -> Tensor:
-    """Return each token's target, shape (tokens,)."""
     assert run.batch.targets is not None
-    return run.batch.targets[0]
+    return run.batch.targets[0]  # (tokens,)

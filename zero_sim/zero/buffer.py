@@ -5,7 +5,7 @@ and storage, but no modules, backward passes or optimizers.
 
 Gradients or params that are not sharded live in a flat tensor for the whole run. If they are
 sharded, a unit allocates unsharded memory only during use, and this rank's shards stay resident
-in a contiguous tensor. At stage 0 params stay in place, and each unit is a single shard owned by
+in a contiguous tensor. At stage 0 params stay in place. Each unit is then a single shard owned by
 every rank, so the layers above need no second code path.
 
 With redundancy, each shard group reduce-scatters its own gradients, which gives partial sums. A
@@ -55,8 +55,7 @@ class Buffer:
     """
 
     plan: BufferPlan
-    shard: int
-    """This rank's shard index."""
+    shard: int  # this rank's shard index
     grad_data: Tensor | None  # 1D; None if gradients are sharded
     param_data: Tensor | None  # 1D; None if params are sharded, or nothing is
     shard_data: Tensor | None  # 1D, this rank's shards of the params; None if they are unsharded
@@ -338,7 +337,6 @@ class Buffer:
         }
 
     def _give_parts(self, units: Iterable[Unit]) -> None:
-        """Assign each unit its views into the resident memory."""
         # Shards follow each other without gaps, in bucket order.
         params_start = sums_start = 0
         for unit in units:

@@ -79,7 +79,6 @@ class DistributedDataParallel:
     params: dict[str, nn.Parameter]
     """Trainable params by name, in registration order; a tied param once."""
     cast: PlainCast
-    """Conversion from masters to working params."""
     divisor: Tensor  # 0D fp32
     """Gradient divisor: the step's count once known, the world size before."""
     step_count: StepCount
@@ -136,7 +135,7 @@ class DistributedDataParallel:
         self._handles = list(self._add_hooks())
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """Run the module's forward."""
+        """Run forward."""
         return self.module(*args, **kwargs)
 
     @property
@@ -231,8 +230,8 @@ class DistributedDataParallel:
                 "sync='last', got last=False, but its gradients are being reduced already."
             )
         if last:
-            # After the sums, because before them ranks may have issued different numbers of
-            # buckets, so this collective could pair with a bucket's on a faster rank.
+            # After the sums: before them ranks may have issued different numbers of buckets, so
+            # this collective could pair with a bucket on a faster rank.
             self.step_count.fix(count, last=True)
         self.step_count.end_micro_batch(last=last)
         self._grads_reduced = last

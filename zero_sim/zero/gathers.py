@@ -1,11 +1,11 @@
 """Param schedules: when params are gathered, and when unsharded params are freed.
 
 [Note: one order of gathers and reductions]
-If params are also gathered during backward, reductions must not wait for gradients, because ranks
-with different gradients would reduce between different gathers. So a unit is ready when backward
-has passed every module that uses it. Autograd evaluates nodes in reverse order of creation, so this
-point is the same on all ranks, if they call the same modules in the same order. Any engine that
-gathers params on use has this requirement.
+If params are also gathered during backward, reductions must not wait for gradients: ranks with
+different gradients would reduce between different gathers. So a unit is ready when backward has
+passed every module that uses it. Autograd evaluates nodes in reverse order of creation. So if all
+ranks call the same modules in the same order, this point is the same on all of them. Any engine
+that gathers params on use has this requirement.
 
 Ranks with different experts may have different numbers of expert units between dense units. So
 prefetched units, and the last unit that is not resharded, are counted per shard group. If a

@@ -68,8 +68,7 @@ def find_trainable_params(
         dtypes: Trainable dtypes.
 
     Raises:
-        ModelError: If no param is trainable, params are on two devices or share memory, or a param
-            has an unsupported dtype or layout, is not materialized, or is already wrapped.
+        ModelError: If the params cannot be trained; see `check_params`.
     """
     # named_parameters() returns a tied param only once.
     params = dict(module.named_parameters())

@@ -347,7 +347,6 @@ class DistributedOptimizer:
             clip_by_value_(grads, max_value=self._clip_value)
 
     def _step_masters(self, trained: list[Master], grads: list[Tensor]) -> None:
-        """Step masters and write them to the working params."""
         for master, grad in zip(trained, grads, strict=True):
             master.leaf.grad = grad
         self.inner.step()
@@ -364,8 +363,7 @@ class DistributedOptimizer:
             master.leaf.grad = None
 
     def _check_new_state(self) -> None:
-        """Check the state of masters after their first step."""
-        # Frozen masters have no state yet, so check them later.
+        # A master has state only after its first step, so frozen masters stay unchecked.
         stepless = []
         for master in self._unchecked:
             if not master.param.requires_grad:

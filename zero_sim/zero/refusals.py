@@ -145,8 +145,8 @@ def check_params(
         dtypes: Trainable dtypes.
 
     Raises:
-        ModelError: If no param is trainable, params are on two devices or share memory, or a param
-            has an unsupported dtype or layout, is not materialized, or is already wrapped.
+        ModelError: If no param is trainable; if params are on two devices or share memory; or if a
+            param has an unsupported dtype or layout, is not materialized, or is already wrapped.
     """
     # Frozen params too, because they are broadcast from the first rank.
     for name, param in params.items():

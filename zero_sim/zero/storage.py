@@ -2,7 +2,7 @@
 
 [Note: addresses]
 A weight's address modulo the vector width can change the bits of a product. torch aligns each
-allocation to 64 bytes, so a param in transient memory always has the same address modulo 64, which
+allocation to 64 bytes. So a param in transient memory has the same address modulo 64 each time: it
 follows from the layout alone.
 """
 
@@ -18,7 +18,7 @@ class Storage(Protocol):
     """A unit's unsharded params or gradients."""
 
     stays: bool
-    """True if the memory is resident at all times."""
+    """True if the memory is always resident."""
 
     @property
     def whole(self) -> Tensor | None:

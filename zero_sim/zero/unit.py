@@ -75,7 +75,6 @@ class Unit:
     own_span: Span
     """This rank's shard, as offsets into the unit."""
     groups: KindGroups
-    """Shard group and replica group."""
     grad_storage: Storage
     """Unsharded gradients. If transient, this rank's shard moves into `grad_total` after the
     reduction."""

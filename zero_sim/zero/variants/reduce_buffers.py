@@ -45,7 +45,7 @@ class LentStorage:
 
     @property
     def whole(self) -> Tensor | None:
-        """The unit's part, 1D; None while the unit does not use it."""
+        """The unit's part, 1D; None if not in use."""
         return self._whole
 
     def acquire(self) -> Tensor:

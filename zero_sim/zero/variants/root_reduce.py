@@ -35,7 +35,7 @@ def sum_at_first(
     sent = dist.gather(flat, parts, group_dst=0, group=group, async_op=True)
     summing = _SumAtFirst(flat=flat, parts=parts, sent=sent, group=group)
     if async_op:
-        # Units only call `wait`, the one method of a Work that this object has.
+        # The cast is safe, because units only call `wait`.
         return cast("dist.Work", summing)
     summing.wait()
     return None
