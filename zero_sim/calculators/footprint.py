@@ -194,7 +194,7 @@ def _in_backward(
 
 
 def _in_reduce_buffers(forms: Sequence[GradForm], scenario: Scenario) -> int:
-    """Return the maximum bytes of reduce buffers, too long gradients and waiting gradients."""
+    """Return the maximum bytes of reduce buffers, and of gradients that do not fit or wait."""
     system, turns = scenario.system, buffer_turns(scenario)
     buffers: dict[tuple[str, str, int], int] = {}
     in_flight = most = 0

@@ -90,7 +90,7 @@ def plan_grad_units(
             continue
         units = cut.setdefault(lanes[homes[name]], [[]])
         held = sum(_elems(owners[other]) for other in units[-1])
-        # Greedy, as upstream: only the open unit may take the gradient, never an earlier one.
+        # Greedy, as upstream: only the open unit may take this gradient, never an earlier unit.
         if units[-1] and held + elems > buffer_elems:
             units.append([])
         units[-1].append(name)

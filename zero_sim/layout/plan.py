@@ -128,8 +128,8 @@ class BucketPlan:
     def fragments(self, shard: int) -> Iterator[Fragment]:
         """Yield the non-empty fragments inside a shard, in buffer order."""
         shard_span = self.shard_span(shard)
-        # Bisect for the last param that starts at or before the shard, because only this param can
-        # reach into the shard from the left. A walk over all params is slow with a thousand ranks.
+        # Only the last param that starts at or before the shard can reach into it from the left.
+        # Bisect for this param, because a walk over all params is slow with a thousand ranks.
         first = bisect_right(self.params, shard_span.start, key=lambda param: param.span.start)
         for param in self.params[max(0, first - 1) :]:
             if param.span.start >= shard_span.stop:

@@ -48,7 +48,7 @@ class StayWhole:
         self.handles = []
 
     def start(self) -> None:
-        """Start to gather new values from their owners. Here it also waits."""
+        """Start to gather new values from their owners; without overlap, also wait."""
         self.gather()
 
     def gather(self) -> None:
@@ -67,7 +67,7 @@ class StayWhole:
 
 
 class UnderForward(StayWhole):
-    """Gathers all units in the background; each module waits for its own units before forward.
+    """Gathers all units in the background. Before forward, each module waits for its own units.
 
     Args:
         wrapped: The module to put hooks on, with its units in the order of their gathers.
@@ -284,7 +284,7 @@ class OnUse(StayWhole):
         for unit in needed:
             self._pending[unit].discard(module)
         # A reentrant checkpoint runs modules without gradients, and again in backward with
-        # gradients. So a use without gradients may have a backward if an outer forward has some.
+        # gradients. So inside an outer forward with gradients, this use may have a backward.
         has_backward = torch.is_grad_enabled() or self._saving is not None
         if has_backward:
             use = _Use(start, self._tick, module, needed, not torch.is_grad_enabled())

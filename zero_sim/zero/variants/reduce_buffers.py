@@ -2,8 +2,8 @@
 
 This is a gradient schedule with its own units, as in DeepSpeed's stages 1 and 2.
 
-Each kind of params and gradient dtype has a buffer, or two that alternate: the first fills while
-the second is in flight. Buffers are allocated from a backward's first gradient to the last sum.
+Each kind of params and gradient dtype has a buffer, or two that alternate: a buffer fills while the
+other is in flight. This memory is allocated from a backward's first gradient to the last sum.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ State and master updates are elementwise, but an update also needs a number or a
 from the whole param. So a step has three parts:
 
 1. Each owner computes its part of a direction, from its part of gradient and state.
-2. The directions are gathered, bucket by bucket; nothing else is ever unsharded.
+2. Directions, and weights for LAMB, are gathered bucket by bucket; nothing else is ever unsharded.
 3. Each owner computes the whole update and applies its own part.
 
 If a single rank owns the whole param, nothing is gathered.
