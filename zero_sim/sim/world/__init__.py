@@ -1,1 +1,1 @@
-"""The world: rank threads, the baton between them, and the state that each rank has for itself."""
+"""The world: rank threads, the baton, and process state that each rank has for itself."""

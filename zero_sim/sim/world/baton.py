@@ -25,16 +25,16 @@ from zero_sim.sim.waits import Awaited
 from zero_sim.sim.world.rank_threads import check_not_forked
 
 CALLER = -1
-"""Owner number of `World.run`'s thread, in the state that it lends to the ranks."""
+"""Owner number of the thread that called `World.run`, whose process state the ranks borrow."""
 
 _STRETCH_SECONDS = 1.0
 
 FRUITLESS_POLLS_MAX = 1000
-"""Polls of one unfinished work, with no other rank ready, after which polling is a deadlock."""
+"""Number of polls of an unfinished work, with no other rank ready, that counts as a deadlock."""
 
 
 class RankLocal(Protocol):
-    """State of a process that each rank has for itself. It moves with the baton."""
+    """Process state that each rank has for itself. It moves with the baton."""
 
     def begin(self, caller: int) -> None:
         """Forget all ranks, and save the current state as `caller`'s."""
@@ -50,7 +50,7 @@ class RankLocal(Protocol):
 
 
 class _Timeouts:
-    """Time-outs of waiting ranks. Simulated time advances only when a time-out ends."""
+    """Time-outs of waiting ranks. Simulated time only advances when a time-out ends."""
 
     __slots__ = ("_now_seconds", "over", "pending")
 
@@ -65,7 +65,7 @@ class _Timeouts:
         self.pending[rank] = (self._now_seconds + seconds, seconds)
 
     def end(self, rank: int) -> TimedOut | None:
-        """Forget the rank's time-out. Return its error if it has ended."""
+        """Forget the rank's time-out. Return the error if it was over."""
         self.pending.pop(rank, None)
         return self.over.pop(rank, None)
 
@@ -78,13 +78,10 @@ class _Timeouts:
 
 
 class InterruptibleEvent(threading.Event):
-    """An event that waits in short pieces, so that interrupts are handled in `_STRETCH_SECONDS`.
-
-    If a signal arrives just before a wait, Python handles it only after the wait.
-    """
+    """An event that waits in short pieces, because Python handles a signal only between waits."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the event is set. Return False if it is not after `timeout` seconds."""
+        """Wait until the event is set, or `timeout` seconds. Return True if it is set."""
         left = threading.TIMEOUT_MAX if timeout is None else timeout
         while left > _STRETCH_SECONDS:
             if super().wait(_STRETCH_SECONDS):
@@ -111,7 +108,7 @@ class Baton:
         self.failure: WorldFailure | None = None
         self.holder = CALLER
         self._rank_local = rank_local
-        """Process state that each rank has for itself, restored in this order."""
+        """Restored in this order."""
         self._waiting: dict[int, tuple[Awaited, str]] = {}
         self._timeouts = _Timeouts()
         # Ranks that have not ended.
@@ -122,7 +119,7 @@ class Baton:
         """Make every rank ready and hand over to the first. Called by `World.run`'s thread.
 
         Args:
-            timing: Does due work at each call, and performs operations when no rank can run.
+            timing: Performs operations: those due at each call, and more when no rank can run.
         """
         self._timing = timing
         for each in self._rank_local:
@@ -137,14 +134,14 @@ class Baton:
         self._put_in_place(CALLER)
 
     def enter(self, rank: int) -> None:
-        """Become the holder. Each rank thread begins with this after it was woken."""
+        """Become the holder. Called first in a rank thread that was woken."""
         self._put_in_place(rank)
         self.holder = rank
-        # A world that ended meanwhile unwinds the rank here.
+        # If the world ended meanwhile, this unwinds the rank.
         self.check_alive()
 
     def advance(self) -> None:
-        """Count one call into the world. Each call begins with this.
+        """Count a call into the world. Each call begins with this.
 
         Raises:
             WorldFailure: A due operation failed.
@@ -167,12 +164,12 @@ class Baton:
                 run. None for no time-out.
 
         Raises:
-            TimedOut: No rank could run, and this time-out was the first to end.
+            TimedOut: No rank could run, and this time-out ended first.
         """
         self.check_alive()
         if awaited.done:
             return
-        # Before the hand-over, because the next rank may finish it.
+        # Before the hand-over, because the next rank may finish the wait.
         awaited.waiters.append(rank)
         self._waiting[rank] = (awaited, site)
         if timeout_seconds is not None:
@@ -192,7 +189,7 @@ class Baton:
         self._waiting[rank] = (awaited, site)
         self._yield(rank)
         self._waiting.pop(rank, None)
-        # Fruitless if the very next turn was this rank's again, so no other rank was ready.
+        # If this rank also got the next turn, no other rank was ready: the poll was fruitless.
         self._fruitless_polls = self._fruitless_polls + 1 if self.turns == turns + 1 else 0
         if self._fruitless_polls > FRUITLESS_POLLS_MAX:
             self._waiting[rank] = (awaited, site)
@@ -208,11 +205,11 @@ class Baton:
 
     @property
     def is_held(self) -> bool:
-        """True if the rank whose turn it is already runs, False if it was only woken."""
+        """True if the chosen rank already runs, False if it was woken but does not run yet."""
         return self.log.turns[-1:] == [self.holder]
 
     def fail(self, failure: WorldFailure) -> WorldFailure:
-        """End the world even if the program catches the exception. Return it for raising."""
+        """Note the first failure, which ends the world even if the program catches it."""
         if self.failure is None:
             self.failure = failure
         return failure
@@ -230,7 +227,7 @@ class Baton:
         awaited.waiters = []
 
     def end_rank(self, rank: int, error: BaseException | None) -> None:
-        """Note how a rank ended, and hand over for good. Each rank thread ends with this."""
+        """Note a rank's end or failure, and hand over. Each program on a rank ends with this."""
         self._running.discard(rank)
         if error is not None and self.failure is None:
             self.failure = _as_failure(rank, error)
@@ -241,7 +238,6 @@ class Baton:
         self._hand_over()
 
     def _take_out(self, owner: int) -> None:
-        """Save all process state that each rank has for itself, as the owner's."""
         for each in self._rank_local:
             each.take_out(owner)
 
@@ -251,17 +247,17 @@ class Baton:
 
     def _yield(self, rank: int) -> None:
         self._take_out(rank)
-        # If the same rank was picked, its gate stays shut and nothing waits.
+        # If the same rank was picked, its gate stays shut and it goes on at once.
         if not self._hand_over(rank):
             self.gates[rank].acquire()
         self.enter(rank)
 
-    # [Note: hand-over] Each rank thread sleeps on a lock of its own, its gate. A hand-over picks
-    # the next rank, opens its gate, and sleeps on its own. Between the last two steps both threads
-    # are awake for a moment, but the previous one no longer touches shared state. So `sim` needs no
-    # other lock anywhere.
+    # [Note: hand-over] Each rank thread sleeps on a lock of its own, its gate. To hand over, a
+    # thread picks the next rank, opens that rank's gate, and sleeps on its own. For a moment both
+    # threads are awake, but the previous thread no longer touches shared state. So `sim` needs no
+    # other lock.
     def _hand_over(self, rank: int = CALLER) -> bool:
-        """Open the next rank's gate. Return True if it is `rank` itself, whose gate stays shut."""
+        """Open the next rank's gate. If the next rank is `rank`, return True instead."""
         chosen = self._next_rank()
         if chosen is None:
             self.all_ended.set()
@@ -289,13 +285,13 @@ class Baton:
             if self._timeouts.pending:
                 return self._time_out_first()
             self.failure = self._deadlock()
-        # The world has ended: wake the rest one by one, so that each unwinds.
+        # The world has ended: wake the other ranks in turn, so that each unwinds.
         return min(self._running, default=None)
 
     def _time_out_first(self) -> int | None:
-        """End the first time-out, and return the rank whose turn it is then."""
+        """End the first time-out, and return the next rank to run."""
         rank, seconds = self._timeouts.pass_first()
-        # Described while this rank still counts as waiting.
+        # Describe the deadlock while this rank still counts as waiting.
         deadlock = self._deadlock()
         awaited, _ = self._waiting.pop(rank)
         awaited.waiters.remove(rank)
@@ -306,7 +302,7 @@ class Baton:
         return self._next_rank()
 
     def _deadlock(self) -> Deadlock:
-        # Many ranks share one wait, which is described once.
+        # Ranks often share a wait. Describe each wait once.
         waits = {id(awaited): awaited for awaited, _ in self._waiting.values()}
         described = {key: (awaited.doing, awaited.missing) for key, awaited in waits.items()}
         statuses = []
@@ -322,7 +318,7 @@ class Baton:
             statuses.append(
                 RankStatus(rank=rank, doing=doing, site=site, missing=missing, recent=recent)
             )
-        # A circle of waits explains more than an order of collectives.
+        # A circle of waits explains more than an inverted order of collectives.
         cycle = describe_circle(self._waiting)
         if not cycle:
             cycle = describe_inversion(find_inversion(self.log.collectives))
@@ -332,7 +328,7 @@ class Baton:
 def _as_failure(rank: int, error: BaseException) -> WorldFailure:
     if isinstance(error, WorldFailure):
         return error
-    # An uncaught time-out is the deadlock that it came from.
+    # If the program does not catch a time-out, report the deadlock behind it.
     if isinstance(error, TimedOut):
         return error.deadlock
     hide_simulator(error)

@@ -2,10 +2,10 @@
 
 [Note: rank-local c10d]
 torch keeps one "world" (default group, group names, tags) per process. While a simulated world is
-open, an object that looks up the running thread replaces it. A rank's thread, and the threads that
-it starts, see the rank's world. Every other thread sees the original. Two functions are wrapped in
-the same way. Inside a rank, `init_process_group` joins the simulated world for any backend, and
-groups with `backend="gloo"` or `"nccl"` are simulated. Checked against torch 2.13.
+open, an object that looks up the running thread replaces it: a rank's thread, and threads that it
+starts, see the rank's world; all other threads see the original. Two functions are wrapped in the
+same way. Inside a rank, `init_process_group` joins the simulated world, and groups with
+`backend="gloo"` or `"nccl"` are simulated. Checked against torch 2.13.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from zero_sim.sim.world.rank_threads import (
 
 
 def _create_group(options: Any, backend_options: Any) -> SimProcessGroup:
-    """Create a group for the backend `sim`. Registered with torch."""
+    """Create a group for the backend `sim`. torch calls this."""
     if rank_state.make_group is None:
         raise RuntimeError(
-            "backend 'sim' exists only inside a rank of zero_sim.World; "
-            "expected to be called from a program that World.run runs"
+            "expected backend 'sim' inside a rank of zero_sim.World, got it outside. "
+            "Create the group in a program that World.run runs."
         )
     # Empty for the default group.
     ranks = list(options.global_ranks_in_group)
@@ -70,7 +70,7 @@ def _wrap_init(original: Callable[..., Any]) -> Callable[..., Any]:
             _leave_groups()
             return original(*args, **kwargs)
         _check_device(asked.get("device_id"))
-        # Ignores address and ranks of the arguments, because the world exists already.
+        # The world exists already, so this ignores the program's address and ranks.
         rank_state.join()
         group = c10d._get_default_group()
         if isinstance(group, SimProcessGroup):
@@ -82,7 +82,7 @@ def _wrap_init(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 FAKE = "fake"
-"""torch's backend that moves no data. A program that requests it gets it, as anywhere."""
+"""torch's backend that moves no data. A program that requests it gets it, also in a rank."""
 
 
 def _leave_groups() -> None:
@@ -94,16 +94,16 @@ def _leave_groups() -> None:
 def _check_place(group: SimProcessGroup, asked: Mapping[str, Any]) -> None:
     for name, have in (("rank", group.rank()), ("world_size", group.size())):
         wanted = asked.get(name, -1)
-        # -1 is torch's default, to be read from the environment.
+        # -1 is torch's default: read the value from the environment.
         if wanted not in (-1, None, have):
             raise ValueError(
-                f"init_process_group was given {name}={wanted} by a rank whose {name} is {have} "
-                "in the simulated world; leave it out, or take it from the environment"
+                f"expected {name}={have} in init_process_group, as in the simulated world, got "
+                f"{name}={wanted}. Omit the argument, or take it from the environment."
             )
 
 
 def _check_device(device: Any) -> None:
-    """Refuse a device that torch refuses, in torch's words."""
+    """Refuse the same devices as torch, with torch's message."""
     if isinstance(device, torch.device) and (device.index is None or device.type == "cpu"):
         raise ValueError(
             "init_process_group device_id parameter must be an accelerator with an index; got "
@@ -112,15 +112,7 @@ def _check_device(device: Any) -> None:
 
 
 def _answer_to(group: SimProcessGroup, asked: Mapping[str, Any]) -> None:
-    """Give a group the name and time-out of the backend that a program requested, if any.
-
-    Args:
-        group: The new group.
-        asked: The program's arguments, by name.
-
-    Raises:
-        ValueError: torch knows no such backend.
-    """
+    """Give a new group the name and time-out of the backend in a program's arguments, if any."""
     world, name = rank_state.c10d_world, asked.get("backend")
     assert world is not None
     if not name:
@@ -128,7 +120,7 @@ def _answer_to(group: SimProcessGroup, asked: Mapping[str, Any]) -> None:
     backend = dist.Backend(str(name))
     # A backend per device kind looks like `cpu:gloo,cuda:nccl`.
     parts = [part.split(":")[-1] for part in backend.split(",")]
-    # The same check as torch's, because its own sees only `sim`.
+    # torch's own check only sees `sim`, so repeat it here.
     if unknown := [part for part in parts if part not in dist.Backend.backend_list]:
         raise ValueError(
             f"Invalid backend: {unknown[0]!r}; expected one of "
@@ -139,8 +131,7 @@ def _answer_to(group: SimProcessGroup, asked: Mapping[str, Any]) -> None:
 
 
 def _wrap_helper(original: Callable[..., Any]) -> Callable[..., Any]:
-    # Binding the signature would take as long as everything else here; all parameters have plain
-    # names.
+    # Names instead of Signature.bind, which would double the time of this call.
     names = tuple(inspect.signature(original).parameters)
 
     @functools.wraps(original)
@@ -152,11 +143,10 @@ def _wrap_helper(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         ranks = list(asked["global_ranks_in_group"])
         if ranks and rank_state.announce is not None:
-            # Not in the group's creator, because torch does not call that on ranks outside of the
-            # group.
+            # Not in `_create_group`: torch does not call it on ranks outside the group.
             rank_state.announce(asked["group_name"], ranks)
         passed = asked | {"backend": dist.Backend("sim")}
-        # Options and device of the requested backend mean nothing to `sim`.
+        # `sim` has no use for options and device of the requested backend.
         for name in ("backend_options", "device_id"):
             passed.pop(name, None)
         group, store = original(**passed)
@@ -169,7 +159,7 @@ def _wrap_helper(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _isolate_threads(isolated: bool) -> None:
-    """Give each thread its own C++ registry of groups, which functional collectives look up."""
+    """Give each thread its own C++ group registry, which functional collectives look up."""
     c_bindings._set_thread_isolation_mode(isolated)  # pyrefly: ignore [missing-attribute]
 
 
@@ -194,7 +184,7 @@ def install() -> None:
         c10d._world = ThreadWorld(c10d._world)  # pyrefly: ignore [bad-assignment]
         c10d._new_process_group_helper = _wrap_helper(_originals["helper"])
         wrapped = _wrap_init(_originals["init"])
-        # A mesh makes the default group if there is none.
+        # Creating a mesh calls init_process_group if there is no default group.
         c10d.init_process_group = dist.init_process_group = wrapped
         device_mesh.init_process_group = wrapped  # pyrefly: ignore [missing-attribute]
         meshes.install()
@@ -203,7 +193,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restore torch's own state when the last world closes."""
+    """Restore torch's state when the last world closes."""
     global _open_count
     with _lock:
         _open_count -= 1
@@ -228,8 +218,9 @@ def enter_rank_thread(
     announce: Callable[[str, list[int]], None],
     stores: StoreWaits,
 ) -> None:
-    """Make the calling thread a rank, with its own c10d state and with autograd in this thread."""
-    # Autograd's own threads would be no ranks, and hooks in them could not issue collectives.
+    """Make the calling thread a rank, with its own c10d state."""
+    # Run autograd in this thread: its other threads are no ranks, so hooks in them could not issue
+    # collectives.
     torch.autograd.set_multithreading_enabled(False)
     rank_state.rank = rank
     rank_state.leave = leave
@@ -242,28 +233,23 @@ def enter_rank_thread(
 
 
 def leave_rank_thread() -> None:
-    """Drop state of the calling rank that outlasted its programs."""
+    """Drop torch's cache entries for the calling rank's default group."""
     meshes.end_group()
 
 
 def use_one_compute_thread() -> None:
-    """Limit the calling thread to one compute thread. Called in a rank, before every program.
-
-    The count must be set inside of the thread, because MKL does not adopt it from another one. It
-    must also be read: torch applies the process-wide count, which another thread may have changed,
-    to a thread on its first computation, and a read counts as one.
-    """
+    """Limit the calling rank to one compute thread. Called before every program."""
+    # In this thread, because MKL does not adopt the count from another thread.
     torch.set_num_threads(1)
+    # On a thread's first computation, torch applies the process-wide count, which another thread
+    # may have changed. A read counts as a computation, so later computations keep 1.
     torch.get_num_threads()
 
 
 def init_default_group(*, rank: int, world_size: int, store: dist.Store) -> None:
-    """Make the default group of the calling rank, with torch's own functions.
-
-    torch's `init_process_group` does two more things. It builds a table of all ranks on each rank,
-    which ours share. And it adds a link to the chain of the process's excepthooks, one for each
-    rank here.
-    """
+    """Make the calling rank's default group, with the functions that torch itself uses."""
+    # Not torch's init_process_group: it would build a table of all ranks on each rank, and chain an
+    # excepthook for each rank.
     backend = dist.Backend("sim")
     group, _ = c10d._new_process_group_helper(
         world_size,
@@ -277,7 +263,7 @@ def init_default_group(*, rank: int, world_size: int, store: dist.Store) -> None
     )
     assert not isinstance(group, int), "torch has a number for groups that a rank is not in"
     c10d._update_default_pg(group)
-    # torch's table from world rank to group rank.
+    # torch's table from world rank to group rank, shared by all ranks.
     c10d._world.pg_group_ranks[group] = _ranks_themselves(world_size)
 
 
@@ -293,11 +279,11 @@ _NO_SUCH_GROUP = (
     "Invalid process group specified",
     "Process group cannot be None",
 )
-"""Parts of torch's messages about groups that do not exist."""
+"""Parts of torch's messages about missing groups."""
 
 
 def is_about_a_missing_group(error: BaseException) -> bool:
-    """Return True if torch raised the error because a group does not exist, or no longer."""
+    """Return True if torch raised the error because a group is missing or was destroyed."""
     text = str(error)
     return isinstance(error, (ValueError, AssertionError)) and any(
         words in text for words in _NO_SUCH_GROUP
@@ -305,14 +291,14 @@ def is_about_a_missing_group(error: BaseException) -> bool:
 
 
 def reset_rank(*, keep: bool) -> None:
-    """Forget the groups of the calling rank, after a program ended.
+    """Forget the calling rank's groups after a program ended.
 
     Args:
-        keep: True if the default group may stay, warm for the next program.
+        keep: True if the default group may stay for the next program.
     """
     world = rank_state.c10d_world
     assert world is not None
-    # Thread-local settings of torch, which the next program must not inherit.
+    # The next program must not inherit torch's thread-local settings.
     torch.set_grad_enabled(True)
     torch.set_default_device(None)
     meshes.end_program()
@@ -322,7 +308,7 @@ def reset_rank(*, keep: bool) -> None:
     warm = keep and isinstance(group, SimProcessGroup) and len(world.pg_map) == 1
     if warm and not world.pg_coalesce_state:
         _answer_to(group, {"backend": "sim"})
-        # The default group took name 0, so a new program's groups start at 1.
+        # The default group has name 0, so the next program's groups start at 1.
         world.group_count = 1
         return
     meshes.end_group()

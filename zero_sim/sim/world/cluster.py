@@ -1,4 +1,4 @@
-"""Entry of all calls into the simulated world: the cluster from its process groups' side."""
+"""Entry point for all calls of process groups into the simulated world."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ class SimCluster:
         self.run = run
 
     def note_destroyed(self, group: Group, group_rank: int) -> None:
-        """Note that a member destroyed its side of a group; `Cluster.note_destroyed`."""
+        """See `Cluster.note_destroyed`."""
         world = group.name == DEFAULT_GROUP
         self.run.group_registry.note_destroyed(
             group.ranks[group_rank], group.label, here(), world=world
         )
 
     def note_aborted(self, group: Group, group_rank: int) -> None:
-        """Do nothing, because no call needs an abort to end; `Cluster.note_aborted`."""
+        """Do nothing, because no call needs an abort to end."""
 
     def device_kinds(self) -> Sequence[str]:
-        """Return all kinds of device on this machine; `Cluster.device_kinds`."""
+        """Return the CPU and the kind of this machine's accelerator, if any."""
         return present_devices()
 
     def used_after_destroy(self, group: Group, group_rank: int, kind: str) -> WorldFailure:
-        """Return the error for use of a destroyed group; `Cluster.used_after_destroy`."""
+        """See `Cluster.used_after_destroy`."""
         rank = group.ranks[group_rank]
         failure = self.run.group_registry.use_after_destroy(rank, kind, here(), label=group.label)
         assert failure is not None
@@ -74,13 +74,13 @@ class SimCluster:
                 collective, sequence = group.issue(group_rank, call)
         except WorldFailure as failure:
             error = self.run.fail(failure)
-            # Log the call that ended the run too, or the log would not show why it ended.
+            # Log this call too, or the log would not show why the run ended.
             sequence = group.issued_by(group_rank) - 1
             self._record(rank, group, call, sequence, asynchronous, _detail(call))
             self.run.log.refused = len(self.run.log.collectives) - 1
             raise error from None
         if due_faults:
-            # Only faults in data reach this point; crashes and stalls have happened.
+            # These are faults in data: crashes and stalls have happened above.
             collective.add_faults(group_rank, due_faults)
         if group.strict:
             self._spoil_overwritten(call, group_rank=group_rank, group_size=len(group.ranks))
@@ -103,12 +103,7 @@ class SimCluster:
                     poison(tensor)
 
     def _check_own(self, rank: int, group: Group, kind: str) -> None:
-        """Check that a rank uses its own side of a group.
-
-        Raises:
-            ContractViolation: The side belongs to another rank.
-            UsageError: The calling thread is no rank.
-        """
+        """Check that the calling thread is the rank that owns this side of the group."""
         try:
             caller = running_rank()
         except UsageError as error:
@@ -121,7 +116,7 @@ class SimCluster:
             raise self.run.fail(foreign_group(caller, rank, group.label, f"{kind} at {here()}"))
 
     def _work(self, awaited: Pending, call: Call, *, rank: int, member: int) -> SimWork:
-        """Pass the last logged call to the timing."""
+        """Hand the last logged call to the timing, which performs it."""
         record = len(self.run.log.collectives) - 1
         op = self.run.timing.issue(awaited, call, rank=rank, member=member, record=record)
         tensors = call.outputs or call.inputs
@@ -130,7 +125,7 @@ class SimCluster:
     def _due_faults(
         self, rank: int, group: Group, group_rank: int, call: Call
     ) -> Sequence[DueFault]:
-        """Carry out the faults due at a call, and return those in its data."""
+        """Carry out crashes and stalls due at a call, and return faults in its data."""
         what = f"{call.kind} #{group.issued_by(group_rank)} of group {group.label}"
         due_faults = self.run.injector.due(rank, call, what=what)
         for due in due_faults:
@@ -139,12 +134,12 @@ class SimCluster:
                 raise InjectedCrash(f"crashed by plan {due.when}")
             if due.fault.kind == "stall":
                 due.fired("the rank never came to it")
-                # Never finished, so the run ends in a deadlock that names the plan.
+                # This wait never ends, so the run ends in a deadlock that names the plan.
                 stalled = StalledByPlan(due.when)
                 self.run.baton.wait_for(rank, stalled, site_of(call.file, call.line))
         if call.kind == SPARSE:
             for due in due_faults:
-                # Sparse data is a list of indices and values, without elements to flip or drop.
+                # Sparse data is indices and values, without elements to flip or drop.
                 due.missed("the tensors of this call are sparse, whose data no fault changes")
             return ()
         return due_faults
@@ -185,7 +180,7 @@ class SimCluster:
         self._check_own(rank, group, call.kind)
         finish_streams((*call.inputs, *call.outputs))
         self.run.baton.advance()
-        # World ranks, as in all messages to the user.
+        # Messages to the user always contain world ranks.
         whom = "any" if peer is None else str(group.ranks[peer])
         try:
             with aside(self.run.races):
@@ -204,7 +199,6 @@ class SimCluster:
     def _record(
         self, rank: int, group: Group, call: Call, sequence: int, asynchronous: bool, detail: str
     ) -> None:
-        """Add a call to the log."""
         tensors = call.inputs or call.outputs
         # In-place kinds have no outputs and write into their inputs.
         written = call.inputs if call.kind in IN_PLACE else call.outputs

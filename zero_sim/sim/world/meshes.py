@@ -1,4 +1,4 @@
-"""Device meshes with a key of the rank that made them. torch's private names stay in here."""
+"""Separate caches for each rank's device meshes. torch's private names stay in here."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from torch.distributed.device_mesh import DeviceMesh
 _keys = itertools.count()
 
 
-# [Note: meshes of one rank] A process normally has one rank, so for torch two meshes of the same
-# ranks are equal. DTensor keeps results for a mesh (how to redistribute, which shard is whose) in
-# caches of the process, keyed by the mesh. Ranks of one process must not share these results. Nor
-# must later programs, because the groups of an earlier program's meshes are gone. So each mesh gets
-# a key of its rank and program. It replaces the thread id, which torch stores for its own tests
-# with one thread per rank. When a program ends, cache entries of its meshes are dropped.
+# [Note: meshes of a rank] For torch, two meshes over the same ranks are equal, because a process
+# normally has a single rank. DTensor caches results (how to redistribute, which rank has which
+# shard) in process-wide caches, keyed by mesh. Simulated ranks must not share these results. Nor
+# must later programs, because an earlier program's groups are gone. So each mesh gets a key for its
+# rank and program, in place of the thread id that torch stores for its own tests with a thread per
+# rank. When a program ends, its meshes' cache entries are dropped.
 #
-# The exception is a mesh of one dim over the default group of a world that stays open. The next
-# program has the same group and needs the same results. The mesh's key belongs to the group, and
-# its entries stay, because recomputing them takes two thirds of a short FSDP2 run.
+# The exception is a 1D mesh over the default group of a world that stays open: the next program has
+# the same group and needs the same results. So the mesh's key belongs to the group and the entries
+# stay. Recomputing them would take two thirds of a short FSDP2 run.
 class _Program(threading.local):
-    """The running thread's program, if it is a rank."""
+    """Keys for the meshes of the running thread, if it is a rank."""
 
     key: int | None = None
     has_meshes: bool = False
-    """True if a mesh has this key."""
+    """True if a mesh has `key`."""
     group_key: int | None = None
-    """Key for the thread's default group, as long as the group exists."""
+    """Key for the rank's default group, as long as the group exists."""
     has_lasting: bool = False
-    """True if a mesh has the group's key."""
+    """True if a mesh has `group_key`."""
 
 
 _program = _Program()
 
 
 def begin_program() -> None:
-    """Give later meshes of the calling rank a new key."""
+    """Set a new key for later meshes of the calling rank."""
     _program.key = next(_keys)
     _program.has_meshes = False
     if _program.group_key is None:
@@ -59,7 +59,7 @@ def end_group() -> None:
 
 def end_program() -> None:
     """Drop torch's cache entries for meshes of the calling rank's program."""
-    # Clearing affects all ranks, so it is skipped if nothing can be stale.
+    # Clearing affects all ranks, so skip it if nothing can be stale.
     if _program.has_meshes:
         _program.has_meshes = False
         _clear_caches()
@@ -69,12 +69,11 @@ def _clear_caches() -> None:
     for module_name, path in CACHES:
         cache: Any = sys.modules.get(module_name)
         for name in path.split("."):
-            # Modules that the program has not imported have no cache, and functions have
-            # `cache_clear`.
+            # None if the program has not imported the module.
             cache = getattr(cache, name, None)
         if cache is not None:
             (getattr(cache, "cache_clear", None) or cache.clear)()
-    # C++ has one cache per thread; this clears the caller's.
+    # C++ has a cache per thread. This clears the caller's.
     torch._C._clear_DTensor_sharding_propagator_cache()
 
 
@@ -92,11 +91,11 @@ CACHES = (
         "DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_cached",
     ),
 )
-"""Unbounded caches with meshes in their keys. torch's other caches keep only a few entries."""
+"""torch's unbounded caches with meshes in their keys. Other caches keep only a few entries."""
 
 
 def _marked(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a method that sets up a mesh, to mark it with the running rank's key."""
+    """Wrap a method that sets up a mesh, to give the mesh the running rank's key."""
 
     @functools.wraps(original)
     def set_up(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -104,7 +103,7 @@ def _marked(original: Callable[..., None]) -> Callable[..., None]:
         if _program.key is not None:
             lasts = _is_over_default_group(self)
             self._thread_id = _program.group_key if lasts else _program.key
-            # The hash includes the key, and torch may have computed it already.
+            # torch may have computed the hash already, which includes the key.
             self._hash = None
             _program.has_meshes |= not lasts
             _program.has_lasting |= lasts
@@ -113,7 +112,7 @@ def _marked(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_over_default_group(mesh: Any) -> bool:
-    """Return True for a mesh of one dim, part of no other, over the rank's default group."""
+    """Return True for a 1D mesh over the rank's default group that is not a submesh."""
     names = getattr(mesh, "_dim_group_names", None)
     default = c10d._world.default_pg
     return (
@@ -129,14 +128,14 @@ _originals: dict[str, Any] = {}
 
 
 def install() -> None:
-    """Mark meshes from now on. Called for the first world that opens."""
+    """Give meshes keys from now on. Called for the first world that opens."""
     for name in ("__init__", "__setstate__"):
         _originals[name] = getattr(DeviceMesh, name)
         setattr(DeviceMesh, name, _marked(_originals[name]))
 
 
 def uninstall() -> None:
-    """Restore torch's own methods when the last world closes."""
+    """Restore torch's methods when the last world closes."""
     for name, original in _originals.items():
         setattr(DeviceMesh, name, original)
     _originals.clear()

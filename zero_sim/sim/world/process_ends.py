@@ -1,4 +1,4 @@
-"""Ends of the process and of forked processes, and errors of threads without a group."""
+"""Ends of processes: os._exit in a rank, and forks. Also errors for threads without a group."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def end_forked(error: BaseException | None) -> NoReturn:
 
 
 def _exit(status: int) -> NoReturn:
-    """Replace os._exit: a rank that calls it ends its world instead of the process."""
+    """Replace os._exit: in a rank, end the world instead of the process."""
     if rank_state.leave is not None:
         rank_state.leave(status)
     _originals["_exit"](status)
@@ -41,19 +41,19 @@ def _exit(status: int) -> NoReturn:
 
 
 def _get_default_group() -> Any:
-    """Replace torch's function of that name, to explain why a thread has no group."""
+    """Replace torch's function, to explain why a thread has no group."""
     try:
         return _originals["_get_default_group"]()
     except ValueError as error:
         check_not_forked()
-        # A rank or the main thread gets torch's own error.
+        # Ranks and the main thread get torch's own error.
         if rank_state.rank is not None or threading.current_thread() is threading.main_thread():
             raise
         raise ValueError(f"{error} {no_rank()}") from error
 
 
 def install() -> None:
-    """Install these replacements. Counted, because several worlds may be open."""
+    """Install the replacements. Counted, because several worlds may be open."""
     global _open_count
     with _lock:
         _open_count += 1
@@ -68,7 +68,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restore Python's and torch's own functions when the last world closes."""
+    """Restore Python's and torch's functions when the last world closes."""
     global _open_count
     with _lock:
         _open_count -= 1

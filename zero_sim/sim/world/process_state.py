@@ -1,11 +1,11 @@
-"""Process-wide state that each rank needs for itself: globals of torch, flags, hooks.
+"""Process-wide state that each rank needs for itself: torch's globals, flags, hooks.
 
-With the baton, the values of its new rank replace those of the previous one, as for random numbers.
-A rank begins each program with the values of `World.run`'s caller. Nothing that it sets outlives
-the program. `zero_sim.sim.world.meshes` separates the state that torch keeps by device mesh.
+When the baton moves, the new holder's values replace the previous holder's. A rank begins each
+program with the values of `World.run`'s caller, and nothing that it sets outlives the program.
+`zero_sim.sim.world.meshes` separates the state that torch keeps by device mesh.
 
-If a rank imports a module during a program, other ranks have not found its names before. They get
-the initial values of the table below.
+If a rank imports a module during a program, other ranks have no values for its names yet. They get
+the initial values in the table below.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def _yes() -> bool:
 
 
 class Name(NamedTuple):
-    """A name in a module, or in an object that the module names, as `Class.attribute`."""
+    """A global of a module, or an attribute of its class, such as `Class.attribute`."""
 
     module: str
     path: str
     initial: Callable[[], Any] | None = None
-    """Makes other ranks' value if one rank imports the module; None to copy the value found."""
+    """Returns the other ranks' value if a rank imports the module; None to copy the rank's."""
     copied: bool = True
-    """True if a rank gets a copy of the caller's value, False for the value itself."""
+    """True to give each rank a copy of the caller's value, False for the value itself."""
 
 
 _MODULES = "torch.nn.modules.module"
@@ -83,10 +83,10 @@ REPLACEABLE = (
     Name(f"{_FSDP}._fsdp_param_group", "FSDPParamGroup.post_backward", copied=False),
     Name(f"{_FSDP}._fsdp_param_group", "RegisterPostBackwardFunction.backward", copied=False),
 )
-"""Functions that programs replace by their own, to count calls or to change them."""
+"""Functions that programs replace, to count calls or to change them."""
 
 NAMES = (
-    # Hooks on every module and every optimizer of the process.
+    # Hooks on every module and optimizer in the process.
     Name(_MODULES, "_global_backward_pre_hooks"),
     Name(_MODULES, "_global_backward_hooks"),
     Name(_MODULES, "_global_is_full_backward_hook"),
@@ -99,7 +99,7 @@ NAMES = (
     Name(_MODULES, "_global_parameter_registration_hooks"),
     Name("torch.optim.optimizer", "_global_optimizer_pre_hooks"),
     Name("torch.optim.optimizer", "_global_optimizer_post_hooks"),
-    # Flags of contexts that are entered; ranks leave these contexts in any order.
+    # Flags of open contexts, which ranks leave in any order.
     Name(_MODES, "_is_in_torch_dispatch_mode"),
     Name(_MODES, "_is_in_non_infra_torch_dispatch_mode"),
     Name(_MODES, "_is_in_any_mode_without_ignore_compile_internals"),
@@ -117,7 +117,7 @@ NAMES = (
     Name("torch.distributed.fsdp._fully_shard._fully_shard", "_enable_fsdp_module_new_init", _yes),
     Name("torch.distributed._shard.api", "_CURRENT_PROCESS_GROUP", _nothing),
     Name("torch.distributed.checkpoint._version", "_derived_version", _nothing),
-    # Settings that a rank makes for itself.
+    # Settings and caches of a rank.
     Name("torch.distributed.tensor._random", "_rng_tracker", _nothing),
     Name("torch.distributed.tensor._redistribute", "_FORCE_MIN_COST_REDISTRIBUTION_PLAN", _nothing),
     Name(
@@ -129,7 +129,7 @@ NAMES = (
     Name(_SHARDS, "_sharded_tensor_current_id", int),
     Name(_SHARDS, "_sharded_tensor_map", dict),
     Name("torch.distributed.checkpoint._async_process_executor", "_CHECKPOINT_PROCESS", _nothing),
-    # Context parallelism replaces torch's functions by those of the rank's mesh.
+    # Context parallelism replaces torch's functions by functions for the rank's mesh.
     Name("torch.nn.functional", "scaled_dot_product_attention"),
     Name(_ATTENTION, "_replaced_functions", dict),
     Name(_ATTENTION, "_cp_options"),
@@ -140,7 +140,7 @@ NAMES = (
     Name(_RULES, "_cp_strategy_contexts", dict),
     Name(_RULES, "_original_strategies", dict),
     *REPLACEABLE,
-    # Python's own, which a rank may replace while it waits for others.
+    # Python globals, which a rank may replace while it waits for others.
     Name("warnings", "filters"),
     Name("warnings", "showwarning", copied=False),
     Name("warnings", "_showwarnmsg_impl", copied=False),
@@ -202,14 +202,14 @@ SWITCHES = (
 _GETTERS = [switch.get for switch in SWITCHES]
 
 _AS_AT_BEGINNING: Any = object()
-"""Marks a name that its owner has not changed."""
+"""Stands for the value of a name that its owner has not changed."""
 
 
 class _Values(NamedTuple):
-    """Values of one owner."""
+    """An owner's values."""
 
     of_names: list[Any]
-    """Empty if the owner changed none. Names found after it was taken out are missing."""
+    """Empty if the owner changed none. May be shorter than the names found since."""
     of_switches: list[Any]
 
 
@@ -218,9 +218,9 @@ class _Beginning(NamedTuple):
 
     namespaces: list[Any]
     readers: list[Callable[[Any], Any]]
-    """For each namespace, a function that reads all its names at once."""
+    """For each namespace, a function that reads all names at once."""
     unchanged: list[Any]
-    """Results of the readers if no name was replaced."""
+    """Results of `readers` while no name is replaced."""
     mutables: list[Any]
     """Initial values that can change in place."""
     images: list[Any]
@@ -228,10 +228,10 @@ class _Beginning(NamedTuple):
 
 
 class ProcessState:
-    """Moves the process's state between its current owner and saved places.
+    """Saves and restores process state for each owner: the ranks, and the caller.
 
-    Few programs change any of it. So owners that changed nothing share the initial values. If an
-    owner changes an initial value in place, it keeps the object, and the others get a new copy.
+    Few programs change any of this state, so owners that changed nothing share the initial values.
+    If an owner changes an initial value in place, it keeps the object and the others get a copy.
     """
 
     def __init__(self) -> None:
@@ -240,25 +240,25 @@ class ProcessState:
         self._absent: list[Name] = []
         self._module_count = 0
         self._modules: dict[str, Any] = {}
-        """Modules that have any of the names."""
+        """Imported modules with any of the names."""
         self._names: list[tuple[Any, str]] = []
-        """Names found, each as its module, object or class, and its key there."""
+        """Names found, each as (module or class, key)."""
         self._beginnings: list[Any] = []
-        """Initial value of each name, for all owners that have not changed it."""
+        """Initial values, by index in `_names`."""
         self._images: dict[int, Any] = {}
-        """Copies of the initial values that can change in place, by index."""
+        """Copies of initial values that can change in place, by index in `_names`."""
         self._beginning = _Beginning([], [], [], [], [])
         self._switches: list[Any] = []
         self._last: tuple[list[Any], list[Any]] = ([], [])
         """Results of the readers at the last change, and the values derived from them."""
         self._begun_with: list[Any] | None = None
-        """Values of the names at the start; None if more names were found since."""
+        """Values at the start of the run; None if more names were found since."""
 
     def begin(self, caller: int) -> None:
         """Save the current state as `caller`'s. Each rank begins with a copy of it."""
         self._saved.clear()
         self._switches = _read_switches()
-        # Compared by identity below: a rank's copies are equal, but not the same objects.
+        # `_changed` compares by identity: a rank's copies are equal, but not the same objects.
         values = self._in_place()
         if not self._is_as_begun(values):
             self._images.clear()
@@ -271,7 +271,7 @@ class ProcessState:
 
     def take_out(self, owner: int) -> None:
         """Save the current state as `owner`'s."""
-        # A new module may have brought names.
+        # A module imported since may have brought names.
         if len(sys.modules) != self._module_count:
             self._look_for_names(at_start=False)
         self._saved[owner] = _Values(self._changed(), _read_switches())
@@ -282,7 +282,7 @@ class ProcessState:
         values = self._saved.get(owner)
         if values is None:
             values = self._saved[owner] = _Values([], self._switches)
-        # For example, ranks that all watch for races have set the same names to the same values.
+        # Often equal: with race detection, all ranks set the same names to the same values.
         if not _are_same(values.of_names, before.of_names):
             self._put_names(values.of_names)
         if values.of_switches != before.of_switches:
@@ -293,7 +293,7 @@ class ProcessState:
         return [vars(place).get(key) for place, key in self._names]
 
     def _is_as_begun(self, values: list[Any]) -> bool:
-        """Return True if the caller's values are those of its last run, unchanged in place."""
+        """Return True if the caller's values are unchanged since its last run."""
         return (
             self._begun_with is not None
             and len(sys.modules) == self._module_count
@@ -304,7 +304,7 @@ class ProcessState:
         )
 
     def _changed(self) -> list[Any]:
-        """Return the current values of all names; empty if all are initial."""
+        """Return the current values; empty if all are initial."""
         beginning = self._beginning
         read = list(map(operator.call, beginning.readers, beginning.namespaces))
         are_as_at_beginning = beginning.mutables == beginning.images
@@ -322,8 +322,7 @@ class ProcessState:
             if index not in self._images or value == self._images[index]:
                 values[index] = _AS_AT_BEGINNING
             else:
-                # Changed in place: the object is the owner's from now on, and the others get a
-                # copy.
+                # Changed in place: the owner keeps the object and the others get a copy.
                 self._beginnings[index] = copy.copy(self._images[index])
                 has_other_beginnings = True
         if has_other_beginnings:
@@ -337,15 +336,14 @@ class ProcessState:
             value = values[index] if index < len(values) else _AS_AT_BEGINNING
             setattr(place, key, self._beginnings[index] if value is _AS_AT_BEGINNING else value)
         if warnings.filters is not filters:
-            # Otherwise Python would use its cache for the other rank's filters.
+            # Or Python would use its cache, which is for the other rank's filters.
             _forget_warnings_given()
 
     def _look_for_names(self, *, at_start: bool) -> None:
-        """Find names of modules that were imported since the last call.
+        """Find names in modules that were imported since the last call.
 
         Args:
-            at_start: True if the current values are the caller's, False if those of an importing
-                rank.
+            at_start: True if the current values are the caller's, False if an importing rank's.
         """
         self._module_count = len(sys.modules)
         self._begun_with = None
@@ -358,13 +356,13 @@ class ProcessState:
             if place is None or key not in vars(place):
                 absent.append(name)
                 continue
-            # Not by getattr, which would unwrap static methods.
+            # Not with getattr, which would unwrap static methods.
             value = vars(place)[key]
             if not at_start and name.initial is not None:
                 value = name.initial()
             elif name.copied:
                 value = copy.copy(value)
-            # Copying an immutable value returns the same object.
+            # A copy of an immutable value is the same object.
             if name.copied and copy.copy(value) is not value:
                 self._images[len(self._names)] = copy.copy(value)
             self._names.append((place, key))
@@ -374,7 +372,7 @@ class ProcessState:
         self._note_unchanged()
 
     def _note_unchanged(self) -> None:
-        """Prepare the comparison at every turn, with as few operations as possible."""
+        """Prepare the comparison at every turn, which must be fast."""
         values: dict[int, dict[str, Any]] = {}
         places = {id(place): place for place, _ in self._names}
         for (place, key), value in zip(self._names, self._beginnings, strict=True):
@@ -391,12 +389,12 @@ class ProcessState:
 
 def _reader_of(keys: Sequence[str]) -> Callable[[Any], Any]:
     """Return a function that reads names of a namespace as a tuple."""
-    # One name alone would not give a tuple, so the first is read twice.
+    # Read the first name twice, because a single name would not give a tuple.
     return operator.itemgetter(*keys, keys[0])
 
 
 def _are_same(values: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return True if both have the very same objects."""
+    """Return True if both contain identical objects."""
     return len(values) == len(others) and all(map(operator.is_, values, others))
 
 

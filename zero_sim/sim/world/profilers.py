@@ -1,7 +1,7 @@
-"""torch's profiler, which one rank at a time may use.
+"""A lock on torch's profiler, so that only one rank uses it at a time.
 
-A process has one profiler. Sessions of two threads at once crash the process with a memory fault,
-also without a simulation.
+A process has a single profiler. If two threads use it at once, the process crashes with a memory
+fault, also without a simulation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ENDING = "_disable_profiler"
 
 _originals: dict[str, Callable[..., Any]] = {}
 _user: list[int] = []
-"""The rank that has a session; empty if none has."""
+"""The rank with an open session; empty if none."""
 
 
 def install(rank_of_thread: Callable[[], int | None]) -> None:
@@ -34,11 +34,11 @@ def install(rank_of_thread: Callable[[], int | None]) -> None:
     def begin(name: str, *args: Any, **kwargs: Any) -> Any:
         rank = rank_of_thread()
         if rank is not None:
-            # Nested sessions of one rank are torch's own matter.
+            # Leave nested sessions of the same rank to torch.
             if _user and _user[0] != rank:
                 raise UsageError(
-                    f"expected one rank at a time to use torch's profiler, which a process has "
-                    f"only once, got rank {rank} while rank {_user[0]} has it. Profile on one "
+                    f"expected one rank at a time to use torch's profiler, because a process has "
+                    f"only one, got rank {rank} while rank {_user[0]} uses it. Profile on one "
                     "rank: `if dist.get_rank() == 0`. Or use `contextlib.nullcontext()` instead of "
                     "the profiler on the other ranks."
                 )
@@ -55,7 +55,7 @@ def install(rank_of_thread: Callable[[], int | None]) -> None:
 
 
 def uninstall() -> None:
-    """Restore torch's own functions."""
+    """Restore torch's functions."""
     for name, original in _originals.items():
         setattr(profiler, name, original)
     _originals.clear()
@@ -63,8 +63,8 @@ def uninstall() -> None:
 
 
 def end_program(rank: int) -> None:
-    """End a session that a rank left open when its program ended."""
+    """End a profiler session that a rank's program left open."""
     if _user == [rank]:
         _user.clear()
-        # Another rank's session must not begin while this one is open.
+        # Another rank's session must not begin while this session is open.
         _originals[_ENDING]()

@@ -1,7 +1,7 @@
 """Random numbers per rank: default generators of torch, its device, Python and numpy.
 
-A process has one of each. With the baton, the saved state of its new rank replaces the state of the
-previous one.
+A process has only one default generator for each. When the baton moves, the new holder's saved
+state replaces the previous holder's.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from zero_sim.host.device import has_accelerator, random_state, seeded_state, se
 
 _STATE_BYTES = 625 * 4
 _python_generator: Any = random._inst  # pyrefly: ignore [missing-attribute]
-# The C struct of random.Random begins with the words, after the object's header.
+# In random.Random's C struct, the words follow the object's header.
 _python_address = id(_python_generator) + object.__basicsize__
 _numpy_generator: Any = np.random.mtrand._rand
 _NOTHING_KEPT: dict[str, Any] = {"has_gauss": 0}
-"""The only field read from numpy's accessor if the words are known."""
+"""The only field of numpy's state that is read if the words are known."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """Random state of one rank while it does not hold the baton."""
+    """Random state of a rank while it does not hold the baton."""
 
     torch_state: torch.Tensor | None  # 1D, bytes
     """None while the owner holds the baton."""
@@ -37,20 +37,20 @@ class _Saved:
     numpy_words: bytes
     numpy_state: dict[str, Any]
     device_state: torch.Tensor | None
-    """State of the device's generator; None without a device."""
+    """None without a device."""
 
 
 class Randomness:
-    """Moves the process's random state between its current owner and saved places."""
+    """Saves and restores the process's random state for each owner."""
 
     def __init__(self) -> None:
         self._saved: dict[int, _Saved] = {}
         self._seeds: dict[int, int] = {}
-        """Seeds of owners that have not been put in place since."""
+        """Seeds of owners that have not had the baton since."""
         self._has_device = has_accelerator()
 
     def seed(self, owner: int, seed: int) -> None:
-        """Set an owner's state to that of the three libraries after seeding with `seed`."""
+        """Make an owner begin as if it had seeded torch, Python and numpy with `seed`."""
         self._seeds[owner] = seed
 
     def begin(self, caller: int) -> None:
@@ -61,7 +61,8 @@ class Randomness:
         """Save the process's state as `owner`'s."""
         saved = self._saved.get(owner)
         words = _numpy_words()
-        # The words determine everything except a kept second normal deviate.
+        # numpy draws normal deviates in pairs and keeps the second. Everything else is in the
+        # words.
         if saved is None or saved.numpy_words != words or _needs_accessor(saved):
             numpy_state = np.random.get_state(legacy=False)
         else:
@@ -88,17 +89,16 @@ class Randomness:
             set_random_state(saved.device_state)
         _set_python_words(saved.python_words)
         _python_generator.gauss_next = saved.python_gauss
-        # A kept deviate on either side is outside of the words.
+        # A kept deviate, old or new, is not in the words.
         if _needs_accessor(saved) or _needs_accessor(before):
             np.random.set_state(saved.numpy_state)
         else:
             ctypes.memmove(_numpy_address(), saved.numpy_words, _STATE_BYTES)
 
-    # [Note: seeding in place] Making a generator of numpy or Python and reading its words takes
-    # thirty times as long as seeding the existing one. So an owner that has not drawn yet has a
-    # seed and no saved state.
+    # [Note: seeding in place] It takes thirty times as long to make a new generator and read its
+    # words as to seed the existing generator. So an owner that has not drawn yet has only a seed.
     def _seed_in_place(self, seed: int) -> _Saved:
-        """Seed the process's generators. Return the parts of the state known without reading it."""
+        """Seed the process's generators. Return the state that `take_out` compares."""
         torch.default_generator.manual_seed(seed)
         if self._has_device:
             set_random_state(seeded_state(seed))
@@ -108,11 +108,11 @@ class Randomness:
         return _Saved(None, b"", None, _numpy_words(), _NOTHING_KEPT, None)
 
 
-# [Note: raw words] Python's and numpy's generators are Mersenne Twisters of 624 words and a
-# position, 2,500 bytes in memory. Their accessors box every word (10 to 70 us), far more than
-# passing the baton costs. So the words are compared and copied as raw memory. numpy's accessor is
-# only used if its words changed, to find out if a second normal deviate is kept. If an interpreter
-# stores Python's words elsewhere, which is tested once at import, the accessors are always used.
+# [Note: raw words] Python's and numpy's generators are Mersenne Twisters: 624 words and a position,
+# 2,500 bytes. Their accessors box every word (10 to 70 us), which takes far longer than passing the
+# baton. So the words are compared and copied as raw memory. numpy's accessor is only used if the
+# words changed, to find out if a second normal deviate is kept. An import-time test checks that the
+# interpreter stores Python's words at the expected address. If not, Python's accessor is used.
 def _needs_accessor(saved: _Saved) -> bool:
     return not saved.numpy_words or bool(saved.numpy_state["has_gauss"])
 
@@ -123,14 +123,14 @@ def _numpy_address() -> int:
 
 def _numpy_words() -> bytes:
     """Return words and position of numpy's global generator; empty if it is no Twister."""
-    # Checked every time, because np.random.set_bit_generator may have replaced it.
+    # Checked at each call, because np.random.set_bit_generator may have replaced it.
     if type(_numpy_generator._bit_generator) is not np.random.MT19937:
         return b""
     return ctypes.string_at(_numpy_address(), _STATE_BYTES)
 
 
 def _words_of(generator: random.Random) -> bytes:
-    """Return position and words of a Python generator, through its accessor."""
+    """Return position and words of a Python generator, read with its accessor."""
     *words, position = generator.getstate()[1]
     return struct.pack("<625I", position, *words)
 
@@ -152,7 +152,7 @@ def _write_slowly(words: bytes) -> None:
     _python_generator.setstate((3, (*rest, position), None))
 
 
-# See [Note: raw words]. The first test keeps the read inside of the object.
+# See [Note: raw words]. The first test ensures that the read stays inside the object.
 _laid_out_as_known = (
     type(_python_generator).__basicsize__ >= object.__basicsize__ + _STATE_BYTES
     and _read_words() == _read_slowly()

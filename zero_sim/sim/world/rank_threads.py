@@ -1,4 +1,4 @@
-"""The running thread's rank, c10d world and starter, and forked processes."""
+"""State of the running thread: its rank, its c10d world, the rank that started it; and forks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _forked_by: int | None = None
 
 
 class RankC10dWorld:
-    """The fields of torch's `_World`, for one rank."""
+    """The fields of torch's `_World`, for a single rank."""
 
     def __init__(self) -> None:
         self.default_pg: Any = None
@@ -53,29 +53,29 @@ class RankC10dWorld:
 
 
 class RankState(threading.local):
-    """The running thread's rank, if it is one."""
+    """The running thread's state as a rank."""
 
-    # Class attributes are the defaults of threads without rank.
+    # Class attributes are the defaults for threads that are no rank.
     rank: int | None = None
     leave: Callable[[int], None] | None = None
-    """Ends the world, for a rank that calls os._exit with a status."""
+    """Ends the world if the rank calls os._exit. Takes the exit status."""
     c10d_world: RankC10dWorld | None = None
     join: Callable[[], None] | None = None
     make_group: Callable[[str, list[int], int], SimProcessGroup] | None = None
     announce: Callable[[str, list[int]], None] | None = None
     stores: StoreWaits | None = None
     run: object = None
-    """The run of the rank's program."""
+    """The program's `Run`."""
 
     def forget(self) -> None:
-        """Clear everything: the thread is no rank any more."""
+        """Clear everything, because the thread is no longer a rank."""
         self.stores = self.run = None
         self.rank = self.leave = self.c10d_world = None
         self.join = self.make_group = self.announce = None
 
 
 rank_state = RankState()
-"""The running thread's rank. Its fields are None in other threads."""
+"""State of the running thread. All fields are None in a thread that is no rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +85,11 @@ class Starter:
     rank: int
     c10d_world: RankC10dWorld
     run: object
-    """The run in which the rank started it."""
+    """The `Run` in which the rank started the thread."""
 
 
 def starter() -> Starter | None:
-    """Return the rank that started the running thread; None in a rank's own thread."""
+    """Return the rank that started the running thread; None if none did, or in a rank."""
     # Rank threads are started by the world and have no starter.
     if rank_state.rank is not None:
         return None
@@ -97,16 +97,12 @@ def starter() -> Starter | None:
 
 
 def start_thread(original: Callable[[threading.Thread], None]) -> Callable[..., None]:
-    """Wrap Thread.start, so that a thread knows the rank that started it.
-
-    Args:
-        original: Python's own function.
-    """
+    """Wrap Thread.start (`original`), to note the rank that starts a thread."""
 
     @functools.wraps(original)
     def start(thread: threading.Thread, *args: Any, **kwargs: Any) -> None:
         rank, world = rank_state.rank, rank_state.c10d_world
-        # A thread that a helper starts belongs to the helper's rank.
+        # If a rank's helper thread starts a thread, it belongs to the same rank.
         by = starter() if rank is None or world is None else Starter(rank, world, rank_state.run)
         if by is not None:
             setattr(thread, _STARTER, by)
@@ -116,10 +112,10 @@ def start_thread(original: Callable[[threading.Thread], None]) -> Callable[..., 
 
 
 class ThreadWorld:
-    """Replaces torch's `_World` and forwards to that of the running thread."""
+    """Replaces torch's `_World`, and forwards to the running thread's world."""
 
     def __init__(self, original: Any) -> None:
-        # Past our own __setattr__, which forwards.
+        # Not through our own __setattr__, which forwards.
         object.__setattr__(self, "_original", original)
 
     def __getattr__(self, name: str) -> Any:
@@ -132,12 +128,12 @@ class ThreadWorld:
         if rank_state.c10d_world is not None:
             return rank_state.c10d_world
         by = starter()
-        # As in a process, a thread sees its rank's groups. Calls on them are refused elsewhere.
+        # As in a process, a thread sees its rank's groups. `SimCluster` refuses calls on them.
         return self._original if by is None else by.c10d_world
 
 
 def no_rank() -> str:
-    """Return the message for a thread that is no rank but makes a rank's call."""
+    """Return the message for a thread that calls torch.distributed but is no rank."""
     return (
         f"This thread, {threading.current_thread().name!r}, is no rank: while a zero_sim.World "
         "runs, a rank is a thread. A thread that a rank starts (threading.Thread, "
@@ -165,27 +161,27 @@ def is_forked() -> bool:
 
 
 def check_not_forked() -> None:
-    """Check that this process was not forked by a rank.
+    """Check that no rank forked this process.
 
     Raises:
-        UsageError: It was, so its ranks are missing.
+        UsageError: A rank did, so all other ranks are missing here.
     """
     # Checked at each call: a fork can happen at any time.
     if _forked_by is not None:
         raise UsageError(
             f"expected a rank, got a process that rank {_forked_by} forked (process "
-            f"{os.getpid()}), which has none of the other ranks. Call torch.distributed in the "
-            "rank itself. If a process needs groups of its own, start it with "
-            "multiprocessing's method 'spawn'."
+            f"{os.getpid()}), which contains no other rank. Call torch.distributed in the rank "
+            "itself. If a process needs groups of its own, start it with multiprocessing's "
+            "method 'spawn'."
         )
 
 
-# [Note: a forked process] A process that a rank forks contains only that rank's thread, so no other
-# rank would ever answer it. It is no rank: its calls into the world are refused. When the rank's
-# program ends in it, the process ends.
+# [Note: a forked process] A process that a rank forks contains only that rank's thread, so a call
+# into the world would wait for other ranks forever. It is refused. When the rank's program ends in
+# the fork, the process ends.
 def _after_fork_in_child() -> None:
     global _forked_by
-    # A fork of a thread that is no rank needs nothing.
+    # Forks of other threads need nothing.
     if rank_state.rank is not None:
         _forked_by = rank_state.rank
         rank_state.forget()

@@ -1,4 +1,4 @@
-"""State of one run of a program on a world."""
+"""State of a program's run on a world."""
 
 from __future__ import annotations
 
@@ -29,23 +29,14 @@ class ProgramTime:
 
     def __init__(self) -> None:
         self.paused: set[int] = set()
-        """Ranks whose time currently does not count against `stall_seconds`."""
+        """Ranks whose time does not count against `stall_seconds` now."""
         self.blocks: Counter[int] = Counter()
-        """Open harness blocks by rank, nested ones included. Inside of any, the rank's calls are
-        the harness's."""
+        """Number of open blocks by rank. While it is not 0, the rank's calls are the harness's."""
         self.changes = 0
 
 
 class PausedClock:
-    """A block that does not count as the program's time, or inside of such a block, counts again.
-
-    Args:
-        time: Program time of the run.
-        rank: World rank.
-        pause: False to count the time again.
-        watched: False if the race detector ignores the block.
-        on_error: Called with an exception that leaves the block; may raise another one.
-    """
+    """Context manager for a block of harness code; see `World.pause_clock`."""
 
     # A class instead of a generator, because a small case has hundreds of these blocks.
     __slots__ = ("_before", "_on_error", "_pause", "_rank", "_time", "_watch")
@@ -62,7 +53,7 @@ class PausedClock:
         self._time = time
         self._rank = rank
         self._pause = pause
-        # One shared nullcontext for all watched blocks.
+        # All watched blocks share one nullcontext.
         self._watch = _WATCHED if watched else unwatched()
         self._on_error = on_error
 
@@ -88,63 +79,54 @@ class PausedClock:
 
     def _set(self, paused: bool) -> None:
         (self._time.paused.add if paused else self._time.paused.discard)(self._rank)
-        # Counts as progress for the watch over stalled ranks.
+        # `World` counts a change as progress, so the rank is not stalled.
         self._time.changes += 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Run:
-    """One program, running or ended."""
+    """A program's run, current or ended."""
 
     baton: Baton
     log: EventLog
     injector: Injector
     timing: Timing
     buffers: list[InFlightBuffers]
-    """Each rank's buffers in flight, by rank."""
+    """Indexed by rank."""
     races: bool
     program_time: ProgramTime = field(default_factory=ProgramTime)
     group_registry: GroupRegistry = field(default_factory=GroupRegistry)
     _refused: list[tuple[int, UsageError]] = field(default_factory=list)
 
     def refuse(self, rank: int, error: UsageError) -> None:
-        """Note an error of a thread that a rank started, because the program may ignore it.
-
-        Args:
-            rank: World rank that started the thread.
-            error: The error raised in the thread.
-        """
+        """Note an error in a thread that `rank` started, because the program may ignore it."""
         self._refused.append((rank, error))
 
     def check_threads(self) -> None:
-        """Fail if a rank's thread was refused a call that a real process would have accepted."""
+        """Fail if a call in a rank's helper thread was refused. A real process would accept it."""
         if self.baton.failure is None and self._refused:
             rank, error = self._refused[0]
             hide_simulator(error)
             self.fail(RankFailed(rank, error, "".join(traceback.format_exception(error))))
 
     def fail(self, failure: WorldFailure) -> WorldFailure:
-        """End the world. A contract violation gets the last calls of its ranks."""
+        """End the world. Add the ranks' last calls to a contract violation."""
         if isinstance(failure, ContractViolation):
-            # Once each, if both ranks are the same.
+            # Both ranks may be the same.
             failure.history = self.log.history(
                 tuple(dict.fromkeys((failure.other_rank, failure.rank)))
             )
         return self.baton.fail(failure)
 
     def check_ended(self, *, group_count: int) -> None:
-        """Check for violations that only show after all ranks have returned.
-
-        Args:
-            group_count: Number of groups of the run.
-        """
+        """Check for violations that only show after all ranks have returned."""
         if self.baton.failure is not None:
             return
         failure = None
-        # A missing wait first: it often explains an order, too.
+        # Missing waits first, because they often explain a wrong order too.
         if self.log.unwaited:
             failure = never_waited([self.log.collectives[i] for i in sorted(self.log.unwaited)])
-        # One group alone has one order, which each collective has checked.
+        # In a single group, each collective has already checked the order.
         elif group_count > 1:
             failure = inversion_error(self.log.collectives)
         if failure is not None:

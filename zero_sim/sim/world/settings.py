@@ -1,4 +1,4 @@
-"""Settings and program of a world, checked before anything is built from them."""
+"""Checks for a world's settings and program."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from zero_sim.sim.schedule import Recipe, check_schedule
 
 WORLD_SIZE_MAX = 4096
 _SEED_MIN, _SEED_MAX = -(2**63), 2**64 - 1 - WORLD_SIZE_MAX
-"""Range of torch's seeds, minus one for each rank."""
+"""Range of torch's seeds. Rank r adds r, so the maximum leaves room for all ranks."""
 
 _KINDS: Mapping[str, Kind] = {**WORLD_SETTINGS, "initialized": "True or False"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorldSettings:
-    """Settings of a world's next run. `zero_sim.sim.World` documents them.
+    """Settings for a world's next run. `zero_sim.sim.World` documents them.
 
     Example:
         >>> WorldSettings().changed(4, seed=1, order="ring").order
@@ -53,13 +53,13 @@ class WorldSettings:
 
         Args:
             world_size: Number of ranks.
-            changes: Values by the names of the fields.
+            changes: Values by field name.
 
         Raises:
             UsageError: A value has the wrong type or is out of range.
         """
         check_settings(world_size, changes)
-        # After the check, so that a wrong type is an error instead of a conversion.
+        # After the check, so that a wrong type is an error and not converted.
         plain = {
             name: _PLAIN[name](value) if name in _PLAIN else value
             for name, value in changes.items()
@@ -67,7 +67,7 @@ class WorldSettings:
         return replace(self, **plain)
 
 
-# numpy's numbers are accepted; logs and messages print Python's.
+# Convert numpy numbers, so that logs and messages print Python's.
 _PLAIN: Mapping[str, Callable[[Any], Any]] = {
     "seed": operator.index,
     "depth": operator.index,
@@ -93,7 +93,7 @@ def check_settings(world_size: Any, settings: Mapping[str, Any]) -> None:
         if name not in _KINDS:
             raise UsageError(f"expected a setting of a world ({', '.join(_KINDS)}), got {name!r}")
         check_kind(name, value, _KINDS[name])
-        # Values after kinds: the comparisons need the right type.
+        # After the kind, because the comparisons need the right type.
         _check_value(name, value, world_size=operator.index(world_size))
 
 
@@ -105,7 +105,6 @@ def _check_value(name: str, value: Any, *, world_size: int) -> None:
             raise UsageError(f"expected timing to be one of {list(TIMINGS)}, got {value!r}")
         case "schedule":
             check_schedule(value)
-            # The seed of rank r is `seed + r`, which must still be valid.
         case "seed" if not _SEED_MIN <= value <= _SEED_MAX:
             raise UsageError(f"expected seed between {_SEED_MIN} and {_SEED_MAX}, got {value}")
         case "depth" if value < 1:
@@ -120,14 +119,14 @@ def _check_value(name: str, value: Any, *, world_size: int) -> None:
 
 
 def check_program(program: Callable[[int], Any]) -> None:
-    """Check that a call of the program runs it.
+    """Check that calling the program runs it.
 
     Raises:
-        UsageError: It is not callable, or its call would not run its body.
+        UsageError: The program is not callable, or a call would not run its body.
     """
     if not callable(program):
         raise UsageError(f"expected a function of the rank, got {program!r}")
-    # Calling an async def or generator function only makes an object.
+    # A call of an async def or generator function only makes an object.
     kind = unrun_function(program)
     if kind is not None:
         raise _not_run(kind, "")

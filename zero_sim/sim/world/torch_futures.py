@@ -1,7 +1,6 @@
-"""torch's futures at the places where C++ waits for them. torch's private names stay in here.
+"""Waits for torch's futures in C++, made safe for ranks. torch's private names stay in here.
 
-In a rank, each place first waits for the future's works, as a rank waits: other ranks run
-meanwhile.
+In a rank, each wait first passes on the baton until the future's works are done.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _is_done = torch._C.Future.done
 
 
 def _finish(future: Any) -> Any:
-    """Wait for everything that a future depends on, and return the future."""
+    """Wait for all works that a future depends on, and return the future."""
     if isinstance(future, SimFuture):
         future.wait()
     elif isinstance(future, torch._C.Future):
@@ -38,10 +37,10 @@ def _works_with_callbacks() -> Mapping[SimWork, None]:
     return run.buffers[rank].works_with_callbacks
 
 
-# [Note: plain futures] A program can make its own future and complete it in a callback of a work's
-# future. Then a wait for the plain future is a wait for that work, but the work is unknown. So it
-# counts as a wait for all works whose callbacks have run. While the future is not done, other works
-# with callbacks are waited for too.
+# [Note: plain futures] A program can make its own future and complete it in a callback on a work's
+# future. A wait for the plain future then waits for this work, but we do not know which work it is.
+# So the wait counts for all works whose callbacks have run, and it waits for other works with
+# callbacks until the future is done.
 def _wait_for_callbacks(future: torch._C.Future) -> None:
     """Wait for the works that a future may depend on; see [Note: plain futures]."""
     works = _works_with_callbacks()
@@ -86,8 +85,7 @@ def _wrap_collect(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_run(original: Callable[..., Any]) -> Callable[..., Any]:
-    # Through this frame, the reducer's work recognises that C++ takes its future
-    # (`SimWork.get_future`).
+    # C++ then calls `SimWork.get_future` from this frame, which does not name it.
     return lambda *args: original(*args)
 
 
@@ -119,13 +117,13 @@ _originals: list[Any] = []
 def install() -> None:
     """Install the waits. Called for the first world that opens."""
     for owner, name, wrap in _PLACES:
-        # From `vars`, to restore the very object that the class had.
+        # From `vars`, to restore the identical object: getattr would bind it.
         _originals.append(vars(owner)[name])
         setattr(owner, name, wrap(getattr(owner, name)))
 
 
 def uninstall() -> None:
-    """Restore torch's own functions when the last world closes."""
+    """Restore torch's functions when the last world closes."""
     for (owner, name, _), original in zip(_PLACES, _originals, strict=True):
         setattr(owner, name, original)
     _originals.clear()

@@ -46,30 +46,30 @@ class World:
 
     Args:
         world_size: Number of ranks, 1 to 4096.
-        order: Order model of every reduction: `linear`, `linear-fp32`, `tree`, `ring`, `gloo`,
+        order: Summation order in reductions: `linear`, `linear-fp32`, `tree`, `ring`, `gloo`,
             `nccl-ring`, `nccl-sym` or `random-tree`; see `zero_sim.sim.order`.
-        schedule: Policy for the next rank to run: `round-robin`, `random`, `pct` (drawn priorities
+        schedule: Choice of the next rank to run: `round-robin`, `random`, `pct` (drawn priorities
             that rarely change), a `Replay` of recorded turns, or `Choices`.
-        timing: When an operation reads its inputs and writes its outputs. `eager`: at once when the
-            last member issues it. `lazy`: as late as the ranks' waits allow. `hostile`: drawn for
-            each operation, anywhere between issue and wait. `lazy` and `hostile` poison or watch
-            memory in flight. A program that touches it too early is caught or computes NaN.
-        seed: Seed of drawn schedules, hostile timing, random trees and the ranks' random numbers.
+        timing: When an operation reads its inputs and writes its outputs. `eager`: when the last
+            member issues it. `lazy`: as late as the ranks' waits allow. `hostile`: drawn for each
+            operation, anywhere between issue and wait. `lazy` and `hostile` poison or watch memory
+            in flight: a program that touches it too early is caught or computes NaN.
+        seed: Seed for drawn schedules, hostile timing, random trees and the ranks' random numbers.
             Rank `r` starts every program as after `manual_seed(seed + r)`.
-        depth: For `pct`: number of events whose order a bug needs, at least 1.
-        races: True to check every tensor operation of a rank against the memory that it lent to
-            operations and has not waited for, and against outputs with undefined content.
-        stall_seconds: Longest time that a rank may run without a call of torch.distributed while
-            others wait. Longer is an error.
-        strict: True to also refuse calls that gloo accepts and NCCL does not: tensors that are not
+        depth: For `pct`: number of events whose order triggers a bug, at least 1.
+        races: True to check each tensor operation for access to memory that is in flight and for
+            reads of undefined outputs.
+        stall_seconds: Longest time that a rank may run without calling torch.distributed while
+            others wait.
+        strict: True to also refuse calls that gloo accepts but NCCL does not: tensors that are not
             contiguous, overlap, or differ in shape or memory format between ranks; buffers that two
             ranks exchanged; asynchronous calls never waited for; and collectives of several groups
             in different orders.
-        faults: Planned faults of every run; see `Fault`.
-        initialized: True if the default group exists when a program begins. If False, programs
-            start as in a process of torchrun: `is_initialized()` is False until
-            `init_process_group`, which joins this world for any arguments.
-        rank_local: Further process state that each rank has for itself.
+        faults: Planned faults in every run; see `Fault`.
+        initialized: True if the default group exists when a program begins. If False, a program
+            starts as under torchrun: `is_initialized()` is False until `init_process_group`, which
+            joins this world whatever its arguments are.
+        rank_local: Moves more process state that each rank needs for itself.
 
     Raises:
         UsageError: An argument is out of range.
@@ -117,7 +117,7 @@ class World:
         self.world_size = operator.index(world_size)
         self._rank_local = rank_local
         self.in_flight = [InFlightBuffers() for _ in range(world_size)]
-        """Each rank's buffers in flight, by rank; after a run, those that never landed."""
+        """Indexed by rank. After a run, only buffers that never landed remain."""
         self._groups: dict[str, Group] = {}
         self._randomness = Randomness()
         self._process_state = ProcessState()
@@ -133,7 +133,7 @@ class World:
         self._closed = False
         self._run = self._new_run(EventLog())
         self._cluster = SimCluster(self._run)
-        # Before the threads start, because each rank's thread sets up its c10d state.
+        # Before the threads start, because each thread sets up its c10d state.
         c10d.install()
         process_ends.install()
         self._threads: list[threading.Thread] = []
@@ -152,7 +152,7 @@ class World:
 
         Args:
             rank_local: The world's argument; None to keep it.
-            settings: Other arguments of the world. Omitted ones, and None, keep their values.
+            settings: Other arguments of the world. Omitted settings, and None, keep their values.
 
         Raises:
             UsageError: An argument has the wrong type or is out of range.
@@ -163,11 +163,7 @@ class World:
             self._rank_local = rank_local
 
     def keep_apart(self, rank_local: RankLocal | None) -> None:
-        """Set which further process state each rank has for itself, from the next run on.
-
-        Args:
-            rank_local: Moves the state; None for no further state.
-        """
+        """Replace `rank_local` from the next run on. Unlike `configure`, None removes it."""
         self._rank_local = rank_local
 
     def __enter__(self) -> Self:
@@ -179,27 +175,27 @@ class World:
     def run(self, program: Callable[[int], Any], *, log: EventLog | None = None) -> list[Any]:
         """Run `program(rank)` on every rank to its end.
 
-        A planned crash raises RankFailed, a planned stall Deadlock. `log.faults` has the outcome of
-        every fault.
+        A planned crash raises RankFailed, a planned stall Deadlock. `log.faults` records the
+        outcome of every fault.
 
         Args:
-            program: Uses torch.distributed as anywhere. The default group exists already.
-            log: Receives the events of the run; must be empty. By default a new one.
+            program: Uses torch.distributed as usual. The default group exists already.
+            log: Receives the run's events; must be empty. By default a new log.
 
         Returns:
             The ranks' return values, in rank order.
 
         Raises:
-            RankFailed: A rank raised; has its traceback.
-            Deadlock: No rank could run; lists all waits and the ranks that never came.
-            ContractViolation: Two ranks' calls conflict, or one is wrong by itself; see its
+            RankFailed: A rank raised; contains its traceback.
+            Deadlock: No rank could run; lists all waits and the absent ranks.
+            ContractViolation: Two ranks' calls conflict, or a call is wrong by itself; see its
                 `aspect`.
             DataRace: With `races`, a rank touched memory in flight; names line and elements.
-            RankStalled: A rank kept running without a call of torch.distributed.
+            RankStalled: A rank kept running without calling torch.distributed.
             InFlightRace: With `lazy` or `hostile` timing, a rank touched memory in flight.
-            ScheduleDiverged: The run differs from the recorded one.
-            UsageError: The world is closed, or a rank called this. Or the program is, or returned
-                the result of, an `async def` or generator function, so its body never ran.
+            ScheduleDiverged: The run differs from its recording.
+            UsageError: The world is closed, or a rank called this, or the program's body never ran
+                because an `async def` or generator function was called.
         """
         if self._closed:
             raise UsageError("expected an open world, got a closed one. Make a new World.")
@@ -207,7 +203,7 @@ class World:
             raise UsageError("expected World.run to be called outside of a rank, got a rank's call")
         check_program(program)
         self._run = self._cluster.run = self._new_run(EventLog() if log is None else log)
-        # Each program finds the world as new.
+        # Nothing of an earlier program may be visible.
         self._store.clear()
         self._torch_stores.begin()
         # Names of other groups depend on the program, so only the default group outlives it.
@@ -225,7 +221,7 @@ class World:
             self._await_end()
         finally:
             if not self._baton.all_ended.is_set() and not self._closed:
-                # A second interrupt: no caller waits for the rank any more.
+                # A second interrupt, so the caller no longer waits for the rank.
                 self._lose()
             self._run.injector.close()
         self._baton.restore_caller()
@@ -244,7 +240,7 @@ class World:
         if self._closed:
             return
         self._closed = True
-        # One by one: thousands of threads that wake at once hinder each other.
+        # In sequence: thousands of threads that wake at once hinder each other.
         for rank, gate in enumerate(self._gates):
             # The gate is open if its thread could not be started.
             if gate.locked():
@@ -261,15 +257,15 @@ class World:
         watched: bool = True,
         on_error: Callable[[BaseException], None] | None = None,
     ) -> AbstractContextManager[None]:
-        """Return a block whose time does not count against `stall_seconds`.
+        """Return a context manager whose time does not count against `stall_seconds`.
 
-        For a harness that runs its own code in a rank's turn. The log marks calls inside as the
-        harness's, also in nested blocks.
+        For a harness that runs its own code in a rank's turn. The log marks calls in this block,
+        and in blocks nested in it, as the harness's.
 
         Args:
-            pause: False to count the time again, inside of a block that does not.
-            watched: False if `races` ignores accesses inside.
-            on_error: Called with an exception that leaves the block; may raise another one.
+            pause: False to count time again inside a paused block.
+            watched: False to make `races` ignore accesses inside.
+            on_error: Called with an exception that leaves the block; may raise another exception.
         """
         run = self._run
         return PausedClock(
@@ -292,7 +288,7 @@ class World:
 
     @property
     def closed(self) -> bool:
-        """True if the world cannot run any more programs."""
+        """True if the world can run no more programs."""
         return self._closed
 
     @property
@@ -339,10 +335,10 @@ class World:
         )
 
     def _start_threads(self) -> None:
-        # 1,024 ranks fit, because a thread's stack is only reserved until it is used.
+        # 1,024 ranks fit, because stack memory is only reserved until it is used.
         previous = threading.stack_size(_STACK_BYTES)
         try:
-            # A locked gate, before the thread that waits at it.
+            # Lock the gate first, because the thread waits at it.
             for rank, gate in enumerate(self._gates):
                 gate.acquire()
                 thread = threading.Thread(
@@ -418,7 +414,7 @@ class World:
         raise self._run.fail(RankFailed(rank, error, shown_stack()))
 
     def _join_as_asked(self, rank: int) -> None:
-        """Join the world, as `init_process_group` does in a rank."""
+        """Join the world for a rank's `init_process_group`."""
         world = c10d.rank_state.c10d_world
         # An initialized world accepts the program's own call of init_process_group.
         if not self.settings.initialized and world is not None and world.default_pg is not None:
@@ -438,7 +434,7 @@ class World:
         key = f"{name}@{generation}" if generation else name
         group = self._groups.get(key)
         if group is None:
-            # Only for the first rank: listing all ranks on each of thousands is slow.
+            # Only for the group's first caller: a list of all ranks on each rank is slow.
             members = tuple(range(self.world_size)) if default else tuple(ranks)
             label = "world" if default else f"{name} (ranks {', '.join(map(str, members))})"
             if generation:
@@ -455,12 +451,12 @@ class World:
             raise self._run.fail(failure) from None
 
     def _translated(self, rank: int, error: BaseException) -> BaseException:
-        """Return a rank's error. If it is about a missing group, name the place that lost it."""
+        """Return a rank's error. If a group is missing, name the place that lost it."""
         if not c10d.is_about_a_missing_group(error):
             return error
         file, line = raising_site(error)
         foreign = _foreign_group_in(error, rank)
-        # A group of another rank is unknown to this rank's c10d world.
+        # This rank's c10d world does not know groups of other ranks.
         if foreign is not None:
             raised = foreign_group(rank, foreign.owner, foreign.group_desc, f"at {file}:{line}")
             raised.__cause__ = error
@@ -482,12 +478,12 @@ class World:
         baton.poll(baton.holder, waited, site)
 
     def _await_end(self) -> None:
-        """Wait until all ranks have ended. Interrupt a rank that never passes on the baton."""
+        """Wait until all ranks have ended. Interrupt a rank that keeps the baton too long."""
         baton, time, progress = self._baton, self._run.program_time, (-1, -1)
         stall_seconds = self.settings.stall_seconds
         try:
             while not baton.all_ended.wait(stall_seconds):
-                # A woken thread that does not run yet is not stalled.
+                # A thread that was woken but does not run yet is not stalled.
                 latest = (baton.turns, time.changes)
                 is_stalled = latest == progress and baton.is_held
                 if is_stalled and baton.holder not in time.paused:
@@ -497,8 +493,8 @@ class World:
             try:
                 self._interrupt(WorldFailure("interrupted from outside"))
             except WorldFailure:
-                # The rank could not be ended and the world is lost, but the caller's interrupt
-                # matters more.
+                # The rank never ended, so the world is lost, but the caller's interrupt matters
+                # more.
                 raise interrupt from None
             raise
 
@@ -506,7 +502,7 @@ class World:
         baton = self._baton
         baton.fail(failure)
         for _ in range(int(_UNWIND_SECONDS)):
-            # A thread that was only woken sees the end of the world itself.
+            # A thread that was woken but does not run yet sees the failure by itself.
             if baton.is_held:
                 thread = self._threads[baton.holder]
                 # Raises RankEnded in the rank's thread, as soon as it executes Python code.
@@ -520,16 +516,16 @@ class World:
         raise failure
 
     def _lose(self) -> None:
-        """Give up the world, because a rank in it still runs and would hand over to others."""
+        """Give up the world, because a rank still runs and would hand over to others."""
         self._closed = True
         process_ends.uninstall()
         c10d.uninstall()
 
 
 def _for_the_caller(failure: WorldFailure) -> WorldFailure:
-    """Return a failure as `World.run` raises it, with frames of the program only."""
+    """Return a failure with frames of the program only, for `World.run` to raise."""
     if not isinstance(failure, RankFailed):
-        # The message has everything important of the error behind it.
+        # The message already contains everything important about its cause.
         failure.__context__, failure.__cause__ = failure.__cause__ or failure.__context__, None
         failure.__suppress_context__ = True
     return failure.with_traceback(program_traceback(failure))
