@@ -342,7 +342,7 @@ class TestPlan:
             (lambda rank: dist.barrier(), Fault(kind="drop", rank=1), "sends no element"),
             (broadcast, Fault(kind="duplicate", rank=0), "nothing can count twice"),
             (all_reduce, Fault(kind="corrupt", rank=1, element=3), "only 3 elements"),
-            (all_reduce, Fault(kind="corrupt", rank=1, bit=32), "not one of the 32 bits"),
+            (all_reduce, Fault(kind="corrupt", rank=1, bit=32), "bit 32 of a 32-bit"),
         ],
     )
     def test_what_could_not_happen_says_why(self, struck, program, fault, reason):

@@ -1,4 +1,4 @@
-"""One rank's side of a collective, as the whole simulated cluster passes it on."""
+"""A rank's call of a collective, and the kinds of collectives."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from torch.distributed import ReduceOp
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Call:
-    """One rank's side of one collective, with the arguments of torch.distributed. Never changed.
+    """A rank's call of a collective, with the arguments of torch.distributed.
 
     The layout of the lists depends on the kind. In a coalesced call, entry `i` of `inputs` and
-    `outputs` belongs to the i-th collective; for list forms, see the kind's function in
+    `outputs` belongs to the i-th collective. For list forms, see the kind's function in
     `zero_sim.sim.comm.collectives`.
     """
 
-    # Compared by identity (`eq=False`): == on tensors is elementwise.
+    # eq=False, because == on tensors is elementwise.
 
     kind: str
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor] = ()
     reduce_op: ReduceOp.RedOpType | None = None
     factor: float | Tensor | None = None
-    """Factor that PREMUL_SUM multiplies this rank's contribution by."""
+    """PREMUL_SUM's factor for this rank's contribution; None for other operations."""
     root: int = 0
     input_splits: Sequence[int] = ()
     output_splits: Sequence[int] = ()
-    file: str = ""
     # Call site in the program.
+    file: str = ""
     line: int = 0
     timeout_seconds: float | None = None
-    """Longest wait for the call, in seconds of simulated time. None for no limit."""
+    """Longest wait, in simulated time. None for no limit."""
 
 
 KINDS = (
@@ -64,10 +64,10 @@ REDUCE_OPS = (
     ReduceOp.BOR,
     ReduceOp.BXOR,
 )
-"""Operations that a reduction can use."""
+"""All reduce operations."""
 
 SPARSE = "all_reduce_sparse"
-"""Kind with sparse tensors, which have no memory of fixed size to lend."""
+"""Kind for sparse tensors, which have no fixed memory to lend."""
 
 IN_PLACE = ("all_reduce", "reduce", "broadcast", SPARSE)
-"""Kinds that write their inputs, so `outputs` is empty."""
+"""Kinds that write into their inputs, so `outputs` is empty."""

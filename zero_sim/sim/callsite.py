@@ -1,8 +1,8 @@
-"""The call site of a collective: the innermost frame that belongs to the program.
+"""Call sites of collectives: the innermost frame that belongs to the program.
 
-Frames of torch, Python's own modules, `typing_extensions` (torch wraps deprecated names with it)
-and the simulator are skipped. So the site does not depend on how a version of torch wraps its
-functions.
+Skips frames of torch, Python's own modules, `typing_extensions` (torch wraps deprecated names with
+it) and the simulator. So the site is the same for all versions of torch, which wrap functions
+differently.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ import torch
 
 _HERE = join(dirname(__file__), "")
 _OURS = (_HERE, *(join(dirname(dirname(__file__)), room, "") for room in ("script", "against")))
-"""Folders of the simulator and of the code that runs and observes scripts in it."""
+"""Folders of the simulator, and of the code that runs scripts in it."""
 _TORCH = join(dirname(torch.__file__), "")
 _STDLIB = join(sysconfig.get_path("stdlib"), "")
 _INSTALLED = tuple(join(_STDLIB, each, "") for each in ("site-packages", "dist-packages"))
-"""Folders of installed packages. They may lie below Python's own modules, but count as program."""
+"""Installed packages may lie in the folder of Python's own modules, but belong to the program."""
 # Modules outside torch that wrap its functions, by file name.
 _WRAPPERS = frozenset({"typing_extensions.py"})
 _THREADS = threading.__file__
-# Cache by code object: a site is looked up for every call of every rank.
+# A cache, because every call of every rank looks up its site.
 _inside: dict[CodeType, bool] = {}
 
 
 def _is_inside(code: CodeType) -> bool:
     name = code.co_filename
-    # `<` begins the names of generated code, such as `<string>` or `<frozen runpy>`.
+    # Generated code has names such as `<string>` or `<frozen runpy>`.
     if name.startswith((*_OURS, _TORCH, "<")) or basename(name) in _WRAPPERS:
         return True
     return name.startswith(_STDLIB) and not name.startswith(_INSTALLED)
 
 
 def call_site() -> tuple[str, int]:
-    """Return file and line of the program's own call; `("", 0)` if every frame is library code."""
+    """Return file and line of the program's call; `("", 0)` if every frame is library code."""
     frame = sys._getframe(1)
     unnamed = "", 0
     while frame is not None:
@@ -64,16 +64,16 @@ _FACES = (
     join(_TORCH, "distributed", "c10d_"),
     join(_TORCH, "overrides.py"),
 )
-"""Prefixes of torch's public functions and of the code that wraps them."""
+"""Paths of torch's public functions and their wrappers, as prefixes."""
 
 
 def is_of_torch() -> bool:
-    """Return True if torch's own code made the running call, not a program through torch."""
+    """Return True if torch's own code made the running call, not the program."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         name = code.co_filename
-        # A `TorchFunctionMode` passes on calls of c10d's functions, so it is not the caller.
+        # A `TorchFunctionMode` only passes on calls of c10d's functions.
         is_between = code.co_name == "__torch_function__" or basename(name) in _WRAPPERS
         if not (is_between or name.startswith((_HERE, "<", *_FACES))):
             return name.startswith(_TORCH)
@@ -87,12 +87,12 @@ def here() -> str:
 
 
 def site_of(file: str, line: int) -> str:
-    """Return `file:line`, with the file relative to the working directory if it is below it."""
+    """Return `file:line`, with the file as in `shown_file`."""
     return f"{shown_file(file)}:{line}"
 
 
 def shown_file(file: str) -> str:
-    """Return a file's path, relative to the working directory if it is below it."""
+    """Return a file's path, relative to the working directory if it lies below."""
     try:
         folder = join(os.getcwd(), "")
     except OSError:
@@ -101,40 +101,40 @@ def shown_file(file: str) -> str:
 
 
 def shown_stack(frame: FrameType | None = None) -> str:
-    """Format the stack of a rank from its program to a frame, without frames of the simulator.
+    """Format a rank's stack without frames of the simulator.
 
     Args:
         frame: Innermost frame; the caller's by default.
     """
     frames = traceback.extract_stack(frame or sys._getframe(1))
-    # Drop the start of the thread first, because Python's `threading` is no program either; a frame
-    # of `threading` further in belongs to the program.
+    # Drop the start of the thread, which is in Python's `threading`. Later frames of `threading`
+    # belong to the program.
     led = itertools.dropwhile(lambda each: each.filename.startswith((*_OURS, _THREADS)), frames)
     shown = [each for each in led if not each.filename.startswith(_OURS)]
-    # A stack of the simulator alone is better than none.
+    # If all frames are the simulator's, show them: any stack is better than none.
     return "".join(traceback.format_list(shown or frames))
 
 
 def raising_site(error: BaseException) -> tuple[str, int]:
-    """Return file and line of the program's call that raised `error`, as `call_site` does."""
+    """Return file and line of the program's call that raised `error`."""
     site, entry = ("", 0), error.__traceback__
     while entry is not None:
         code = entry.tb_frame.f_code
         if not _is_inside(code):
-            # Overwritten by inner frames: a traceback begins with the outermost.
+            # Inner frames overwrite outer frames, because a traceback begins with the outermost.
             site = code.co_filename, entry.tb_lineno
         entry = entry.tb_next
     return site
 
 
 def program_traceback(error: BaseException) -> TracebackType | None:
-    """Return the traceback of an error with the program's frames only."""
+    """Return an error's traceback with the program's frames only."""
     return _kept(error.__traceback__, inside=_is_inside)
 
 
 def hide_simulator(error: BaseException) -> None:
-    """Remove the simulator's frames from the tracebacks of an error and of its causes."""
-    # Causes and contexts can form a circle, hence `seen`.
+    """Remove the simulator's frames from the tracebacks of an error and its causes."""
+    # Causes and contexts can form a circle.
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -156,7 +156,7 @@ def _kept(
         if not inside(entry.tb_frame.f_code):
             frames.append(entry)
         entry = entry.tb_next
-    # Tracebacks are linked from outermost to innermost, so the copy is built from the inside.
+    # An outer entry links to the next inner entry, so build the copy from the inside.
     kept = None
     for each in reversed(frames):
         kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)

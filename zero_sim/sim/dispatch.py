@@ -1,4 +1,4 @@
-"""Access to torch's dispatcher. Its private names are used only here."""
+"""Access to torch's dispatcher. torch's private names for it stay in here."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _OPERATORS = {
     "all_to_all": ("alltoall_base_", "alltoall_base_"),
     "all_to_all_list": ("alltoall_", "alltoall_"),
 }
-"""Operators in torch's library `c10d` by kind of call: for one tensor, and coalesced."""
+"""Operators in torch's library `c10d` by kind of call, as (single, coalesced)."""
 
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
 def push_mode(mode: TorchDispatchMode) -> None:
-    """Push a mode that sees this thread's tensor operations before all modes on the stack."""
+    """Push a mode that sees this thread's tensor operations before all other modes."""
     torch._C._push_on_torch_dispatch_stack(mode)
 
 
 def pop_mode() -> None:
-    """Pop the mode that was pushed last."""
+    """Pop the mode on top."""
     torch._C._pop_torch_dispatch_stack(None)
 
 
@@ -49,21 +49,21 @@ def top_mode() -> object:
 
 
 def modes_on_stack() -> list[Any]:
-    """Return the modes on this thread's stack; the last one sees an operation first."""
+    """Return the modes on this thread's stack. The last mode sees an operation first."""
     count = torch._C._len_torch_dispatch_stack()
     return [torch._C._get_dispatch_stack_at(place) for place in range(count)]
 
 
 def is_on_stack(mode: TorchDispatchMode) -> bool:
     """Return True if a mode is on this thread's stack; False while it handles an operation."""
-    # By identity: modes may define ==.
+    # By identity, because modes may define ==.
     return any(each is mode for each in modes_on_stack())
 
 
 def push_mode_lowest(mode: TorchDispatchMode) -> None:
-    """Push a mode that sees this thread's tensor operations after all modes on the stack."""
+    """Push a mode that sees this thread's tensor operations after all other modes."""
     above = []
-    # Torch's own modes have fixed places below all others, which a plain push does not reach.
+    # Stays above torch's own modes, which have fixed places at the bottom.
     while (top := top_mode()) is not None and getattr(top, "_mode_key", None) is None:
         above.append(torch._C._pop_torch_dispatch_stack(None))
     # The new mode first, then the others in their old order.
@@ -72,8 +72,8 @@ def push_mode_lowest(mode: TorchDispatchMode) -> None:
 
 
 def remove_mode(mode: TorchDispatchMode) -> None:
-    """Remove a mode from any place of the stack."""
-    # A stack can only be popped, so the modes above are pushed again in their order.
+    """Remove a mode from the stack, wherever it is."""
+    # The stack only has push and pop, so pop the modes above and push them again.
     above = []
     while is_on_stack(mode):
         popped = torch._C._pop_torch_dispatch_stack(None)
@@ -84,13 +84,13 @@ def remove_mode(mode: TorchDispatchMode) -> None:
 
 
 def autograd_node() -> str:
-    """Return the name of the autograd node or hook that this thread runs; empty if none."""
+    """Return the name of the running autograd node or hook; empty if none."""
     node = torch._C._current_autograd_node()
     return "" if node is None else node.name().removeprefix("torch::autograd::")
 
 
 def schema_of(operation: Any) -> Any:
-    """Return the schema of a mode's operation; None for a higher-order operator."""
+    """Return an operation's schema; None for a higher-order operator."""
     return operation._schema if isinstance(operation, torch._ops.OpOverload) else None
 
 
@@ -100,24 +100,24 @@ def name_of(operation: Any) -> str:
 
 
 def has_own_dispatch(tensor_class: type[torch.Tensor]) -> bool:
-    """Return True if a tensor class runs its operations itself; False for Tensor and Parameter."""
+    """Return True if a tensor class handles operations itself; False for Tensor and Parameter."""
     return tensor_class.__torch_dispatch__ is not _PLAIN_DISPATCH
 
 
 def is_fake(tensor_class: type[torch.Tensor]) -> bool:
     """Return True for tensors without memory, which torch uses to infer shapes.
 
-    While FakeTensorMode is active, the class returns NotImplemented so that the mode takes over. A
-    caller must respect that.
+    While FakeTensorMode is active, a mode must run their operations unchanged, because the class
+    returns NotImplemented and FakeTensorMode takes over.
     """
     return issubclass(tensor_class, FakeTensor)
 
 
 class _Issued:
-    """An operator that was carried out elsewhere, in the form that CommDebugMode counts."""
+    """A stand-in for an operator, which CommDebugMode can count."""
 
     def __init__(self, name: str) -> None:
-        # CommDebugMode looks up this attribute in its own table of collectives.
+        # CommDebugMode looks this attribute up in its own table of collectives.
         self._overloadpacket = getattr(torch.ops.c10d, name)
         self.__name__ = f"{name}.default"
 
@@ -129,19 +129,16 @@ class _Issued:
 
 
 # [Note: CommDebugMode] CommDebugMode counts collectives by their operators in the dispatcher.
-# Functional collectives always reach the dispatcher. Those of `torch.distributed` become operators
-# only in the C++ of a process group. A simulated group has no C++, so it reports its calls to the
-# mode.
+# Functional collectives always go through the dispatcher, but collectives of `torch.distributed`
+# only in a process group's C++. A simulated group has no C++, so it reports its calls to the mode.
 def tell_modes(kind: str, *, coalesced: bool) -> None:
-    """Count a call in each CommDebugMode that the calling rank has entered.
-
-    See [Note: CommDebugMode].
+    """Count a call in each CommDebugMode of the calling rank; see [Note: CommDebugMode].
 
     Args:
         kind: The call's kind.
         coalesced: True if the call has several tensors.
     """
-    # Looked up, not imported: if the program has not imported the mode, none can be active.
+    # Not imported here: if the program has not imported the mode, it cannot be active.
     module = sys.modules.get(_COMM_DEBUG_MODE)
     if module is None or kind not in _OPERATORS:
         return

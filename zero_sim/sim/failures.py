@@ -1,4 +1,4 @@
-"""Failures that end a run of the simulated world. Each identifies the culprit."""
+"""Failures that end a run of the simulated world."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from zero_sim.sim.in_flight_buffers import InFlightBuffer
 
 
 class WorldFailure(ZeroSimError):
-    """An error of the program that ran on the world; root of the classes below."""
+    """An error in the program that ran on the world. Base of the failures below."""
 
 
 class RankFailed(WorldFailure):
-    """A rank raised; the world ended.
+    """An exception on a rank, which ended the world.
 
     Args:
         rank: World rank.
-        error: Exception of the rank. Also the `__cause__`, even in a copy from another process.
-        traceback_text: Traceback of `error` as text.
+        error: The exception. Also the `__cause__`, even in a copy from another process.
+        traceback_text: Traceback of `error`.
     """
 
     def __init__(self, rank: int, error: BaseException, traceback_text: str) -> None:
@@ -28,7 +28,7 @@ class RankFailed(WorldFailure):
         self.error = error
         self.traceback_text = traceback_text
         super().__init__(f"rank {rank} raised {type(error).__name__}: {error}")
-        # Python then prints the rank's own traceback before ours.
+        # Then Python prints the rank's traceback before ours.
         self.__cause__ = error
 
     def __setstate__(self, state: dict[str, Any] | None) -> None:
@@ -38,18 +38,18 @@ class RankFailed(WorldFailure):
 
     @property
     def report(self) -> str:
-        """The message and the traceback of the rank."""
+        """The message and the rank's traceback."""
         return f"{self}\n{self.traceback_text.rstrip()}"
 
 
 class BadArgument(UsageError, RuntimeError):
-    """A call whose arguments gloo refuses without looking at other ranks.
+    """A call that gloo refuses for its arguments alone, without other ranks.
 
-    Raised in the calling rank only. The world goes on: as with gloo, a program may catch it.
+    Raised in the calling rank only. The world goes on, because a program may catch it as with gloo.
 
     Args:
         kind: The called method.
-        complaint: The error, in gloo's words.
+        complaint: gloo's message.
         hint: The expected arguments and a remedy.
     """
 
@@ -60,7 +60,7 @@ class BadArgument(UsageError, RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStatus:
-    """State of one rank at the moment when no rank could run."""
+    """A rank's state at the moment when no rank could run."""
 
     rank: int
     doing: str
@@ -68,17 +68,17 @@ class RankStatus:
     site: str
     """Call site of the wait, `file:line`; empty for a rank that returned."""
     missing: tuple[int, ...]
-    """World ranks that the wait still needs."""
+    """World ranks for which the rank waits."""
     recent: tuple[str, ...] = ()
-    """The rank's last calls in words, oldest first."""
+    """Descriptions of the rank's last calls, oldest first."""
 
 
 class Deadlock(WorldFailure):
-    """No rank can run and not all have returned.
+    """No rank can run, and not all have returned.
 
     Args:
         statuses: State of each rank, in rank order.
-        cycle: In words: ranks that wait for each other in a circle, or that issued collectives of
+        cycle: Lines about ranks that wait for each other in a circle, or that issued collectives of
             several groups in different orders. Empty if neither was found.
     """
 
@@ -86,9 +86,9 @@ class Deadlock(WorldFailure):
         self.statuses = statuses
         self.cycle = cycle
         waiting = [status for status in statuses if status.missing or status.site]
-        # Ranks with the same wait share one tuple; comparing by id keeps this fast at 1,024 ranks.
+        # By id, because 1,024 ranks that share a wait also share the tuple.
         distinct = {id(status.missing): status.missing for status in waiting}.values()
-        # Across all waits, so that a missing rank is named once.
+        # Across all waits, to name each absent rank once.
         absent = sorted({rank for missing in distinct for rank in missing})
         names = ", ".join(map(str, absent)) or "none"
         head = (
@@ -99,14 +99,14 @@ class Deadlock(WorldFailure):
 
 
 class TimedOut(ZeroSimError, RuntimeError):
-    """A rank's wait that timed out because no rank could run any more.
+    """A wait that timed out because no rank could run.
 
-    Raised in that rank only. As with gloo, the rank may catch it; otherwise the run ends with the
-    deadlock.
+    Raised in the waiting rank only, which may catch it as with gloo. If it does not, the run ends
+    with the deadlock.
 
     Args:
-        doing: The awaited operation, in words.
-        missing: World ranks that the wait still needed.
+        doing: Description of the wait.
+        missing: World ranks for which the rank waited.
         deadlock: State of each rank.
         seconds: Length of the time-out, in simulated time.
         message: Replaces the default message, "Timed out waiting".
@@ -138,19 +138,18 @@ class TimedOut(ZeroSimError, RuntimeError):
 
 
 def _table(statuses: tuple[RankStatus, ...]) -> list[str]:
-    """Format one line per rank, with equal neighbours folded to keep 1,024 ranks readable."""
+    """Format a line per rank. Fold equal neighbours, to keep 1,024 ranks readable."""
     lines: list[str] = []
     start = 0
-    # One past the end closes the last run of equal ranks.
+    # Go past the end, to close the last run of equal ranks.
     for stop in range(1, len(statuses) + 1):
         first = statuses[start]
         if stop < len(statuses) and _same(first, statuses[stop]):
-            # `start` to `stop - 1` is a run of equal ranks.
             continue
         last = stop - 1
         who = f"rank {start}" if start == last else f"ranks {start}-{last}"
         place = f" at {first.site}" if first.site else ""
-        # 16 names are enough to recognise a pattern.
+        # 16 ranks are enough to recognise a pattern.
         shown = ", ".join(map(str, first.missing[:16])) + (", ..." if first.missing[16:] else "")
         absent = f"; not there: {shown}" if first.missing else ""
         lines.append(f"  {who}: {first.doing}{place}{absent}")
@@ -160,26 +159,26 @@ def _table(statuses: tuple[RankStatus, ...]) -> list[str]:
 
 
 def _same(a: RankStatus, b: RankStatus) -> bool:
-    # `is` first: ranks with the same wait share one tuple, and comparing 1,024 ranks is slow.
+    # `is` first, because ranks that share a wait share the tuple and 1,024 elements compare slowly.
     same_missing = a.missing is b.missing or a.missing == b.missing
     return same_missing and (a.doing, a.site, a.recent) == (b.doing, b.site, b.recent)
 
 
 class ContractViolation(WorldFailure):
-    """Calls that NCCL would refuse, hang on or misread. The message names the call sites.
+    """Calls that NCCL would refuse, hang on or misread.
 
     Args:
-        message: What was expected, what came, and where.
+        message: The expected and the actual calls, with their sites.
         aspect: Stable short name of the mismatch: `dtype`, `root`, `swapped-buffers`, ...
         rank: World rank whose call revealed the mismatch.
-        other_rank: World rank of the conflicting call; `rank` again if the call is wrong by itself.
+        other_rank: World rank of the conflicting call. Equals `rank` if a call is wrong by itself.
     """
 
     def __init__(self, message: str, *, aspect: str, rank: int, other_rank: int) -> None:
         self.aspect = aspect
         self.rank = rank
         self.other_rank = other_rank
-        # Last calls of the ranks, added by the world that raises this.
+        # The ranks' last calls, added in `Run.fail`.
         self.history: tuple[str, ...] = ()
         super().__init__(message)
 
@@ -189,20 +188,19 @@ class ContractViolation(WorldFailure):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Access:
-    """One tensor operation of the program on memory in flight."""
+    """The program's tensor operation on memory in flight."""
 
     operation: str
     """Name in torch's dispatcher, such as `aten::add_`."""
     node: str
-    """Autograd node that ran the operation or owns the hook; empty outside of backward."""
+    """Autograd node that ran the operation or owns the hook; empty outside backward."""
     writes: bool
     file: str
     line: int
     """Innermost frame of the program."""
     start: int
     stop: int
-    """Half-open range of touched elements in the collective's tensor, first to last, in row-major
-    order."""
+    """Half-open range of touched elements in the collective's tensor, in row-major order."""
 
     @property
     def site(self) -> str:
@@ -211,16 +209,15 @@ class Access:
 
 
 class DataRace(WorldFailure):
-    """An access of a rank to memory that it had lent to an operation and not waited for."""
+    """A rank's access to memory that it lent to an operation and has not waited for."""
 
     def __init__(self, rank: int, *, access: Access, buffer: InFlightBuffer) -> None:
         self.rank = rank
         self.access = access
         self.buffer = buffer
         tensor = buffer.tensor if buffer.whole is None else buffer.whole
-        # An input in flight may be read but not written; an output neither.
         place = f" in backward of {access.node}" if access.node else ""
-        # The remedy depends on the role: reading an input in flight is allowed.
+        # Reading an input in flight is allowed, so the remedy depends on the role.
         does, busy = (
             ("writes", "still read") if buffer.role == "input" else ("uses", "still written")
         )
@@ -237,7 +234,7 @@ class DataRace(WorldFailure):
 
 
 class RankStalled(WorldFailure):
-    """A rank that held the baton too long without a call of torch.distributed."""
+    """A rank that held the baton too long without calling torch.distributed."""
 
     def __init__(self, rank: int, seconds: float, stack: str) -> None:
         self.rank = rank
@@ -253,7 +250,7 @@ class LentMemory:
     """Memory that a program has lent to an operation."""
 
     operation: str
-    """The operation in flight, as in `all_gather #3 of group world`."""
+    """The operation, such as `all_gather #3 of group world`."""
     site: str
     """Call site of the issue, `file:line`."""
     dtype: str
@@ -265,25 +262,25 @@ class Changed:
     """Elements of lent memory that changed."""
 
     index: int
-    """First changed element, in the tensor's own order."""
+    """Index of the first changed element, in row-major order."""
     count: int
     old_bits: int
-    """Bits of that element before, as an unsigned number."""
+    """Expected bits of this element, as an unsigned number."""
     new_bits: int
-    """Bits of that element now."""
+    """Actual bits of this element."""
 
 
 class InFlightRace(WorldFailure):
-    """A program touched memory that it had lent to an operation it had not waited for.
+    """A program touched memory that it lent to an operation and has not waited for.
 
     Args:
-        what: The event and the memory, as in `input of all_gather #3 of group world changed between
-            issue and wait`.
-        rank: World rank of the memory.
+        what: The event and the memory, such as `input of all_gather #3 of group world changed
+            between issue and wait`.
+        rank: World rank that owns the memory.
         memory: The memory.
-        detail: Expected and actual content, on a line of its own.
+        detail: Expected and actual content.
         hint: The remedy.
-        changed: The changed elements; None if the whole memory is gone or was lent twice.
+        changed: The changed elements; None if the memory is gone or was lent twice.
     """
 
     def __init__(
@@ -310,7 +307,7 @@ class InFlightRace(WorldFailure):
 
 
 class ScheduleDiverged(WorldFailure, UsageError):
-    """A recorded schedule that does not fit the run; `position` is the first turn that differs."""
+    """A recorded schedule that does not fit the run. `position` is the first turn that differs."""
 
     exit_status = UsageError.exit_status
 
@@ -320,4 +317,4 @@ class ScheduleDiverged(WorldFailure, UsageError):
 
 
 class RankEnded(BaseException):
-    """Unwinds a rank after its world ended. No Exception, so that programs do not catch it."""
+    """Unwinds a rank after its world ended. Not an Exception, so that programs do not catch it."""

@@ -1,9 +1,9 @@
 """Planned faults: failures that a world injects on request.
 
 A plan is a list of `Fault`s. Each names a rank and one of its collectives, given or drawn from the
-seed. So a run with faults is a function of (program, schedule, seed, plan), like any other. An
-`Injector` counts the calls of a run and returns the due faults. `zero_sim.sim.comm.planned_faults`
-applies faults to data. The log has one `FaultRecord` for each fault of the plan.
+seed. So a run with faults is reproducible: it is a function of (program, schedule, seed, plan). An
+`Injector` counts a run's calls and returns due faults, which `zero_sim.sim.comm.planned_faults`
+applies to data. The log has a `FaultRecord` for each fault in the plan.
 """
 
 from __future__ import annotations
@@ -28,55 +28,56 @@ _CHOICES = {
 }
 
 PASSED_OVER_MAX = 100
-"""A slow rank gets a turn after others had this many: one of them may be polling for it."""
+"""A slow rank gets a turn after another rank had this many, which may be polling for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One thing that goes wrong on one rank.
+    """A planned fault on one rank.
 
-    `crash`: the rank raises `InjectedCrash` instead of making the call. `stall`: the rank never
-    reaches the call. `corrupt`: one bit of one element that the rank sends or receives is flipped.
-    `drop`: the rank's data is lost; a reduction omits it, and elsewhere zeros arrive. `duplicate`:
-    the rank's data counts twice in a reduction, and in a gather also arrives in the next rank's
-    place. `slow`: during the whole run, the rank gets the baton only if no other rank can run.
+    `crash`: the rank raises `InjectedCrash` instead of calling. `stall`: the rank never reaches the
+    call. `corrupt`: a bit of an element that the rank sends or receives is flipped. `drop`: the
+    rank's data is lost, so a reduction omits it and other collectives deliver zeros. `duplicate`:
+    the rank's data counts twice in a reduction, and in a gather also replaces the next rank's.
+    `slow`: during the whole run, the rank only gets the baton if no other rank can run.
 
-    A fault on the sending side changes the rank's own memory only where the collective writes.
+    A fault on the sending side does not change the rank's own memory, except where the collective
+    writes.
     """
 
     kind: FaultKind
     rank: int
     """World rank."""
     call: int = 0
-    """Index of the call among the rank's own collectives, from 0. With `at = "random"`, the first
-    index that may be drawn. Not for `slow`."""
+    """Index among the rank's collectives, from 0. With `at = "random"`, the lowest index that may
+    be drawn. Not for `slow`."""
     at: Literal["call", "random"] = "call"
-    """`call`: at exactly `call`. `random`: drawn from the world's seed."""
+    """`call`: at index `call`. `random`: drawn from the world's seed."""
     call_stop: int | None = None
-    """One past the last index that may be drawn, with `at = "random"`."""
+    """With `at = "random"`, one past the highest index that may be drawn."""
     collective: str | None = None
-    """Count only calls of this kind, as named in the log; None for all kinds."""
+    """Kind of the calls that count, as named in the log; None for all kinds."""
     side: Literal["send", "receive"] = "send"
-    """`corrupt`: the changed side, the rank's contribution or its result."""
+    """`corrupt`: change the rank's contribution (`send`) or its result (`receive`)."""
     element: int | None = None
-    """`corrupt`: index into all elements of the call, one tensor after another; None to draw."""
+    """`corrupt`: index into the elements of all the call's tensors; None to draw."""
     bit: int | None = None
     """`corrupt`: index of the bit, 0 for the least significant; None to draw."""
 
 
 class InjectedCrash(BaseException):
-    """Raised in a rank that crashes by plan. No Exception, so that programs do not catch it."""
+    """A planned crash of a rank. Not an Exception, so that programs do not catch it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DueFault:
-    """One fault at the call where it is due."""
+    """A fault, with the call at which it is due."""
 
     fault: Fault
     index: int
     """Position in the plan."""
     when: str
-    """The call in words: `at its 7th call (call = 6, all_reduce #2 of group world)`."""
+    """Description of the call: `at its 7th call (call = 6, all_reduce #2 of group world)`."""
     file: str
     line: int
     """Call site."""
@@ -84,11 +85,11 @@ class DueFault:
     note: Callable[[FaultRecord], None]
 
     def fired(self, effect: str) -> None:
-        """Note that the fault happened, with its effect."""
+        """Record that the fault happened."""
         self._note(effect, fired=True)
 
     def missed(self, reason: str) -> None:
-        """Note that the call came, but the fault had no effect there."""
+        """Record that the call came, but the fault could not happen there."""
         self._note(reason, fired=False)
 
     def _note(self, effect: str, *, fired: bool) -> None:
@@ -100,7 +101,7 @@ class DueFault:
 
 
 class StalledByPlan:
-    """The wait of a stalled rank. It never ends."""
+    """A stalled rank's wait, which never ends."""
 
     def __init__(self, when: str) -> None:
         self.done = False
@@ -113,12 +114,12 @@ def check_faults(faults: Sequence[Fault], *, world_size: int) -> None:
     """Check a plan against its world.
 
     Raises:
-        UsageError: A fault names an impossible rank, call, element or kind.
+        UsageError: A field of a fault has a wrong type or value.
     """
     for index, fault in enumerate(faults):
         if not isinstance(fault, Fault):
             raise UsageError(f"expected fault {index} to be a zero_sim.sim.Fault, got {fault!r}")
-        # A scenario file can hold any type here, and comparisons below need integers.
+        # A scenario file can contain any type, and the comparisons below need integers.
         for name in ("rank", "call", "call_stop", "element", "bit"):
             number = getattr(fault, name)
             if name in ("rank", "call") or number is not None:
@@ -145,19 +146,19 @@ def _refuse(index: int, name: str, expected: str, got: object) -> None:
 
 
 class Injector:
-    """Carries out a plan in one run.
+    """Carries out a plan in a run.
 
     Args:
         faults: The plan.
-        seed: Seed of all random choices of the plan.
-        log: Receives the record of each fault.
+        seed: Seed for the plan's draws.
+        log: Receives a record for each fault.
     """
 
     def __init__(self, faults: Sequence[Fault], *, seed: int, log: EventLog) -> None:
         self.faults = tuple(faults)
         """The plan."""
         self._log = log
-        # One generator per fault, so that the draws of one do not depend on another's.
+        # A generator per fault, so that its draws do not depend on other faults.
         self._random = [random.Random(f"{seed}/{index}") for index in range(len(faults))]
         self._calls = [
             fault.call
@@ -169,12 +170,12 @@ class Injector:
         self._noted: set[int] = set()
 
     def due(self, rank: int, call: Call, *, what: str) -> tuple[DueFault, ...]:
-        """Count one call of a rank and return the faults due at it.
+        """Count a call and return the faults that are due.
 
         Args:
             rank: World rank.
-            call: The collective that the rank is about to issue.
-            what: The collective in words, as in `all_reduce #2 of group world`.
+            call: The call that the rank is about to issue.
+            what: The collective, such as `all_reduce #2 of group world`.
         """
         if not self.faults:
             return ()
@@ -184,7 +185,7 @@ class Injector:
                 continue
             if fault.collective not in (None, call.kind):
                 continue
-            # Counts are of earlier calls, so equality means that this call is due.
+            # The number of earlier calls is this call's index.
             if self._counts[rank, fault.collective] == self._calls[index]:
                 number = self._calls[index]
                 of = f" {fault.collective}" if fault.collective else ""
@@ -198,14 +199,14 @@ class Injector:
                     note=self._note,
                 )
                 due_faults.append(due)
-        # Counted under both keys, because a fault may count all calls or those of one kind.
+        # A fault may count all calls, or only calls of a kind.
         self._counts[rank, None] += 1
         self._counts[rank, call.kind] += 1
         return tuple(due_faults)
 
     def slow_down(self, schedule: Schedule) -> Schedule:
-        """Wrap the schedule so that the plan's slow ranks are served last."""
-        # Two `slow` faults of one rank are one: the later index gets the record.
+        """Wrap the schedule so that slow ranks run last."""
+        # If a rank has several `slow` faults, the last gets the record.
         slow = {
             fault.rank: index for index, fault in enumerate(self.faults) if fault.kind == "slow"
         }
@@ -214,7 +215,7 @@ class Injector:
         return SlowedSchedule(schedule, slow=slow, passed_over=self._note_slow)
 
     def close(self) -> None:
-        """Note for each fault that never happened why. Called once, after the run."""
+        """Record why the other faults did not happen. Called once, after the run."""
         for index, fault in enumerate(self.faults):
             if index in self._noted:
                 continue
@@ -241,12 +242,12 @@ class Injector:
 
 
 class SlowedSchedule:
-    """A schedule that picks slow ranks only if no other is ready.
+    """A schedule that only picks slow ranks if no other rank is ready.
 
     Args:
-        inner: The policy for all other ranks.
-        slow: Index in the plan by slow rank.
-        passed_over: Called with that index if another rank was picked before a ready slow one.
+        inner: The schedule for all other ranks.
+        slow: Index in the plan, by slow rank.
+        passed_over: Called with a slow rank's index if it was ready and another rank was picked.
     """
 
     def __init__(
@@ -256,29 +257,29 @@ class SlowedSchedule:
         self._slow = slow
         self._passed_over = passed_over
         self._ready: deque[int] = deque()
-        # Picks of other ranks since a slow rank last ran.
+        # Number of picks since a slow rank last ran, by picked rank.
         self._picks: Counter[int] = Counter()
 
     def add(self, rank: int) -> None:
-        """Note that `rank` became able to run."""
+        """Note that `rank` can run."""
         if rank in self._slow:
             self._ready.append(rank)
         else:
             self._inner.add(rank)
 
     def defer(self, rank: int) -> None:
-        """Note that `rank` is ready, but after the others."""
+        """Note that `rank` can run, but should run after the others."""
         if rank in self._slow:
             self._ready.append(rank)
         else:
             self._inner.defer(rank)
 
     def pick(self) -> int | None:
-        """Return a rank that is not slow, if any is ready."""
+        """Remove and return the rank to run next, a slow rank only if no other is ready."""
         if not self._ready:
             return self._inner.pick()
-        # Checked before the pick: a rank picked from the inner schedule cannot be put back in its
-        # place.
+        # Check before the pick, because a picked rank cannot return to its place in the inner
+        # schedule.
         starved = max(self._picks.values(), default=0) >= PASSED_OVER_MAX
         chosen = None if starved else self._inner.pick()
         if chosen is None:
@@ -291,6 +292,6 @@ class SlowedSchedule:
 
 
 def _ordinal(number: int) -> str:
-    # 1st, 2nd, 3rd, 21st, ..., but 11th to 13th.
+    # 1st, 2nd, 3rd, 21st, but 11th to 13th.
     ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{'th' if number % 100 in (11, 12, 13) else ending}"

@@ -1,4 +1,4 @@
-"""Every event of a run as a record. Reports read nothing else."""
+"""Records of every event in a run. Reports read nothing else."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from zero_sim.sim.callsite import site_of
 MomentKind = Literal["issue", "read", "perform", "write", "wait", "land"]
 
 ROWS_SHOWN = 200
-"""Calls in the table that a notebook shows."""
+"""Number of calls in a notebook's table."""
 _COLUMNS = ("rank", "call", "group", "dtype", "elements", "detail", "site")
 LATEST_CALLS = 3
-"""Number of a rank's last calls that an error shows."""
+"""Number of last calls per rank that an error shows."""
 
 
 class CollectiveRecord(NamedTuple):
-    """One rank's call of a collective, or a send or receive."""
+    """A rank's call: a collective, a send or a receive."""
 
     rank: int
     kind: str
-    """`all_reduce`, `reduce_scatter`, `all_gather`, ..., for all spellings that torch has."""
+    """`all_reduce`, `reduce_scatter`, `all_gather`, ..., for all of torch's spellings."""
     group: str
-    """Name of the group, `world` for the default one."""
+    """Name of the group; `world` for the default group."""
     group_ranks: tuple[int, ...]
-    """World ranks of the group's members, in group order."""
+    """The members' world ranks, in group-rank order."""
     sequence: int
-    """Number of earlier collectives of the rank on this group; the tag of a send or receive."""
+    """Number of earlier collectives of the rank on this group; a send's or receive's tag."""
     dtype: str
     elems: int
-    """Elements that the rank contributes, or receives if it contributes none."""
+    """Elements that the rank contributes; if none, elements that it receives."""
     elem_bytes: int
     detail: str
     """Reduce operation, root or peer."""
@@ -43,11 +43,11 @@ class CollectiveRecord(NamedTuple):
     file: str
     line: int
     output_elems: int = 0
-    """Elements that the rank receives, counted as `elems` is."""
+    """Elements that the rank receives."""
 
     @property
     def bytes(self) -> int:
-        """Size of the contribution in bytes, independent of the traffic of a backend.
+        """Size of `elems` in bytes. A backend's traffic may differ.
 
         For `broadcast` and `reduce`, the whole tensor on every rank, root or not.
         """
@@ -60,8 +60,8 @@ class CollectiveRecord(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The call in words, with its site."""
-        # Messages are matched by tag, collectives by number.
+        """Description of the call, with its call site."""
+        # Messages match by tag, collectives by number.
         number = f"tag {self.sequence}" if self.kind in ("send", "recv") else f"#{self.sequence}"
         # Barriers have no dtype and no elements.
         parts = [self.dtype, f"{self.elems} elements"] if self.elem_bytes else []
@@ -71,24 +71,24 @@ class CollectiveRecord(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """An event of one rank's side of an operation.
+    """An event in the life of a rank's call.
 
-    With eager timing, reading, performing and writing coincide with the last member's issue. Then
-    only `issue`, `wait` and `land` are noted.
+    With eager timing, only `issue`, `wait` and `land` are noted: reading, performing and writing
+    coincide with the last member's issue.
     """
 
     tick: int
-    """Number of calls into the world so far, by all ranks together."""
+    """Number of calls into the world so far, by all ranks."""
     rank: int
     what: MomentKind
-    """`issue`; `read`: inputs were taken; `perform`: all members' inputs were combined; `write`:
-    outputs reached the rank's memory; `wait`: the wait began; `land`: the wait returned."""
+    """`issue`; `read`: inputs were read; `perform`: all members' inputs were combined; `write`:
+    outputs were written into the rank's memory; `wait`: the wait began; `land`: it returned."""
     record: int
     """Index into `EventLog.collectives`."""
 
 
 class FaultRecord(NamedTuple):
-    """The outcome of one planned fault."""
+    """A planned fault's outcome."""
 
     index: int
     """Position in the plan."""
@@ -97,15 +97,15 @@ class FaultRecord(NamedTuple):
     fired: bool
     """True if the fault happened."""
     when: str
-    """The due call in words; empty if the call never came, and for `slow`."""
+    """Description of the due call; empty if the call never came, and for `slow`."""
     effect: str
-    """The fault's effect, or the reason why it had none."""
+    """The fault's effect, or the reason why nothing happened."""
     file: str
     line: int
 
     @property
     def site(self) -> str:
-        """Site of the due call, `file:line`; empty without a call."""
+        """Call site of the due call, `file:line`; empty without a call."""
         return site_of(self.file, self.line) if self.file else ""
 
     def __str__(self) -> str:
@@ -115,27 +115,27 @@ class FaultRecord(NamedTuple):
 
 
 class EventLog:
-    """The events of one run, in the order in which they happened."""
+    """A run's events, in order of time."""
 
     def __init__(self) -> None:
         self.tick = 0
-        """Number of calls into the world so far: the time of `moments`."""
+        """Number of calls into the world so far. The time in `moments`."""
         self.collectives: list[CollectiveRecord] = []
         self.moments: list[Moment] = []
         self.turns: list[int] = []
         """Ranks that got the baton, in order."""
         self.faults: list[FaultRecord] = []
-        """One record per planned fault, in the order in which they happened or were given up."""
+        """A record per planned fault: faults that happened in order of time, then the others."""
         self.refused: int | None = None
-        """Index of the call that conflicted with others and so ended the run."""
+        """Index of the call that violated the contract and ended the run."""
         self.harness: set[int] = set()
-        """Indices of calls made by a harness, or by the program on its behalf, in
-        `World.pause_clock`. Exports, counts and timelines omit them. Not part of the digest."""
+        """Indices of calls in `World.pause_clock`, by a harness or on its behalf. Exports, counts
+        and timelines omit them. Not part of the digest."""
         self.unwaited: set[int] = set()
         """Indices of asynchronous calls that their rank has neither waited for nor seen done."""
         self.watch: Callable[[CollectiveRecord, Call], None] | None = None
-        """Receives each call as it is made, in the thread of its rank."""
-        # Kept by rank, so that an error does not search all calls of a long run.
+        """Receives each call, in the rank's thread."""
+        # By rank, so that an error does not search all calls of a long run.
         self._latest: dict[int, deque[CollectiveRecord]] = {}
 
     def __repr__(self) -> str:
@@ -143,7 +143,7 @@ class EventLog:
         return f"EventLog({len(self.collectives):,} calls of {ranks} ranks, {self.tick:,} ticks)"
 
     def _repr_html_(self) -> str:
-        """Return the calls as a table, which notebooks show."""
+        """Return the calls as a table for notebooks."""
         rows = self.collectives[:ROWS_SHOWN]
         cells = [
             (record.rank, record.kind, record.group, record.dtype, f"{record.elems:,}",
@@ -161,7 +161,7 @@ class EventLog:
         return f"<table><tr>{head}</tr>{body}</table>{rest}"
 
     def add(self, record: CollectiveRecord, *, of_harness: bool = False) -> None:
-        """Add a call. `of_harness` marks calls inside of `World.pause_clock`."""
+        """Add a call. `of_harness` marks calls inside `World.pause_clock`."""
         if of_harness:
             self.harness.add(len(self.collectives))
         self.collectives.append(record)
@@ -171,12 +171,12 @@ class EventLog:
         latest.append(record)
 
     def latest(self, rank: int) -> Sequence[CollectiveRecord]:
-        """Return the last calls of one rank, at most `LATEST_CALLS`, oldest first."""
-        # A copy: errors keep it while the run goes on.
+        """Return a rank's last calls, at most `LATEST_CALLS`, oldest first."""
+        # A copy, because errors keep it while the run goes on.
         return tuple(self._latest.get(rank, ()))
 
     def history(self, ranks: Sequence[int]) -> tuple[str, ...]:
-        """Return lines with the last calls of the ranks, for an error."""
+        """Return lines about the ranks' last calls, for an error."""
         lines: list[str] = []
         for rank in ranks:
             calls = self.latest(rank)
@@ -189,18 +189,18 @@ class EventLog:
         self.moments.append(Moment(self.tick, rank, what, record))
 
     def of_rank(self, rank: int) -> list[CollectiveRecord]:
-        """Return the calls of one rank, in the order of its program."""
+        """Return a rank's calls, in program order."""
         return [record for record in self.collectives if record.rank == rank]
 
     def digest(self, *, with_faults: bool = True) -> str:
-        """Return a hash of every event. Call sites count by file name, so folders may differ.
+        """Return a hash of all events. Call sites count by file name, without folders.
 
         Args:
             with_faults: True to include the outcome of planned faults.
         """
         state = hashlib.sha256()
         for record in self.collectives:
-            # Only the base name: the digest must be the same in any checkout.
+            # Only the base name, because the digest must be the same in any checkout.
             state.update(repr(tuple(record._replace(file=basename(record.file)))).encode())
         state.update(repr([tuple(moment) for moment in self.moments]).encode())
         # The schedule counts too: equal digests mean the same interleaving.

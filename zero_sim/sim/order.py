@@ -1,12 +1,12 @@
 """Order and precision in which a reduction adds the ranks' contributions.
 
-Floating-point addition does not associate, so the bits of a reduction are defined only for a named
-order. Each model is an explicit chain of operations. Each operation rounds to the data's dtype,
+Floating-point addition does not associate, so a reduction's bits are only defined for a named
+order. Each order model is an explicit sequence of operations, which round to the data's dtype
 unless the model names a wider accumulator. `.sum(0)` is never used, because torch may change its
 association.
 
-This module has the orders of textbooks and tests, `order_backends` those of real backends. The
-reference implements the same definitions separately.
+This module contains the orders for textbooks and tests, `order_backends` the orders of real
+backends. The reference implements the same definitions separately.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 Fold = Callable[[Tensor, Tensor], Tensor]
-"""Combines two contributions elementwise; may reuse the first one's memory."""
+"""Combines two contributions elementwise. May write into the first."""
 
 Averaging = Literal["divide", "premultiply", "postmultiply"]
-"""Definition of AVG. `divide`: one true division of the sum, in the data's dtype. `premultiply`:
-each contribution times 1 / world size before the sum, both rounded to the data's dtype.
-`postmultiply`: the accumulator times the fp32 reciprocal, before rounding to the data's dtype."""
+"""Definition of AVG. `divide`: a true division of the sum, in the data's dtype. `premultiply`:
+multiply each contribution by 1 / world size before the sum, both rounded to the data's dtype.
+`postmultiply`: multiply the accumulator by the fp32 reciprocal, then round to the data's dtype."""
 
 Piece = tuple[int, int, Sequence[int]]
-"""Half-open range of elements, and the ranks in the order of addition there."""
+"""Half-open range of elements, and the ranks in order of addition."""
 
 TREE_CLASSES = 7
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
@@ -37,38 +37,38 @@ _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """Consecutive elements that one call reduces, and their position in it."""
+    """Consecutive elements that a call reduces, and their position in the call."""
 
     kind: str
     """`all_reduce`, `reduce`, `reduce_scatter` or `reduce_scatter_list`."""
     buffer_elems: int
-    """Elements of the tensor that contains them."""
+    """Size of the tensor that contains the elements."""
     start: int = 0
     """Offset of the first element in that tensor."""
     call_elems: int
-    """Elements of all tensors of the call; more than `buffer_elems` in a coalesced one."""
+    """Size of all the call's tensors; more than `buffer_elems` in a coalesced call."""
     call_start: int = 0
-    """Offset of the first element in all tensors of the call, one after another."""
+    """Offset of the first element in the concatenation of all the call's tensors."""
     destination: int | None = None
-    """Group rank that gets the result; None if all ranks do."""
+    """Group rank that gets the result; None if all ranks get it."""
 
 
 class Order(Protocol):
-    """An order model: reduces equal-sized contributions to one value per element."""
+    """An order model, which reduces contributions of equal size to a single value per element."""
 
     name: str
     positional: bool
-    """True if an element's order depends on its position, and so on its destination."""
+    """True if an element's order depends on its position or its destination."""
     averaging: Averaging
     has_premul: bool
-    """True if PREMUL_SUM exists, which multiplies each contribution by the call's factor."""
+    """True if the backend has PREMUL_SUM, which multiplies each contribution by a factor."""
 
     def accumulator(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which data of `dtype` is added."""
         ...
 
     def reduce(self, parts: Sequence[Tensor], fold: Fold, *, at: Stretch) -> Tensor:
-        """Reduce one stretch.
+        """Reduce a stretch.
 
         Args:
             parts: Each rank's contribution, 1D, in the accumulator's dtype and in group-rank order.
@@ -83,7 +83,7 @@ class Order(Protocol):
 
 def chain(parts: Sequence[Tensor], fold: Fold) -> Tensor:
     """Fold left to right: `((x0 + x1) + x2) + ...`."""
-    # A copy: `fold` may write into its first argument, which is the program's memory.
+    # A copy, because `fold` may write into its first argument, which is the program's memory.
     total = parts[0].clone(memory_format=torch.contiguous_format)
     for part in parts[1:]:
         total = fold(total, part)
@@ -95,19 +95,19 @@ def chain_pieces(parts: Sequence[Tensor], fold: Fold, pieces: Iterator[Piece]) -
     totals = [
         chain([parts[rank][start:stop] for rank in ranks], fold) for start, stop, ranks in pieces
     ]
-    # Without elements there is no piece, but the result still needs memory of its own.
+    # Without elements there is no piece, but the result still needs new memory.
     if not totals:
         return parts[0].clone()
     return totals[0] if len(totals) == 1 else torch.cat(totals)
 
 
 def upwards(first: int, rank_count: int) -> tuple[int, ...]:
-    """Return the ranks from `first` upwards, wrapping around to the rank before it."""
+    """Return all ranks from `first` upwards, modulo `rank_count`."""
     return tuple((first + hop) % rank_count for hop in range(rank_count))
 
 
 class Linear:
-    """Group-rank order; each addition rounds to the data's dtype."""
+    """Adds in group-rank order. Each addition rounds to the data's dtype."""
 
     name = "linear"
     positional = False
@@ -124,7 +124,7 @@ class Linear:
 
 
 class LinearFp32:
-    """Group-rank order; 16-bit data is accumulated in fp32 and rounded once at the end."""
+    """Adds in group-rank order. 16-bit data is accumulated in fp32 and rounded once at the end."""
 
     name = "linear-fp32"
     positional = False
@@ -141,7 +141,7 @@ class LinearFp32:
 
 
 class Tree:
-    """Balanced pairwise tree: combines neighbours level by level; an odd one moves up."""
+    """Balanced tree: adds neighbours level by level. A node without neighbour moves up."""
 
     name = "tree"
     positional = False
@@ -162,16 +162,16 @@ class Tree:
 
 
 # [Note: ring positions] In a ring, the rank where an element ends adds its own contribution last.
-# So elements that end on rank `q` are added in the order `x[q+1], x[q+2], ..., x[q]`, indices
-# modulo the group size. In a rooted reduce, elements end on the root; in a reduce-scatter, on their
+# So elements that end on rank `q` are added in the order `x[q+1], x[q+2], ..., x[q]`, modulo the
+# group size. In a rooted reduce, elements end on the root; in a reduce-scatter, on their
 # destination. An all-reduce cuts the buffer into `world_size` chunks of `ceil(numel / world_size)`.
 # Rank `r` sends chunk `r` first, so chunk `c` ends on rank `c - 1` (Patarasuk and Yuan, "Bandwidth
 # optimal all-reduce algorithms for clusters of workstations", 2009).
 class Ring:
     """The textbook's ring algorithm; see [Note: ring positions].
 
-    `nccl-ring` uses the same order for a reduce-scatter and a rooted reduce. It differs in the cut
-    of an all-reduce and in AVG.
+    `nccl-ring` has the same order for reduce-scatter and rooted reduce, but cuts an all-reduce
+    differently and defines AVG differently.
     """
 
     name = "ring"
@@ -191,8 +191,7 @@ class Ring:
         if at.destination is not None:
             yield 0, elems, upwards(at.destination + 1, rank_count)
             return
-        # An all-reduce: each chunk has its own order. A stretch may start and end inside of a
-        # chunk.
+        # An all-reduce: each chunk has its own order. A stretch may start and end inside a chunk.
         chunk_elems = -(-at.buffer_elems // rank_count)
         start = 0
         while start < elems:
@@ -203,14 +202,14 @@ class Ring:
             start = stop
 
 
-# [Note: random trees] `random-tree` draws one binary tree per class of elements. An element's class
-# is its position in its buffer, modulo `TREE_CLASSES`. Each entry of a coalesced call is a buffer
-# of its own, and so is each tensor that a list form sends to one rank. Draw number `t` of a class
-# is the 8-byte blake2b hash of the text `seed/rank count/class/t`, read as a little-endian integer.
-# A tree starts from the list of ranks. While the list has `m >= 2` entries, the next draw `d`
-# removes entry `d % m`, then, from the rest, entry `d // m % (m - 1)`, and appends their sum. If `d
-# // m // (m - 1)` is odd and the data has 16 bits, this sum is kept in fp32. The last sum is always
-# rounded to the data's dtype.
+# [Note: random trees] `random-tree` draws a binary tree for each class of elements. An element's
+# class is its position in its buffer, modulo `TREE_CLASSES`. Each entry of a coalesced call, and
+# each tensor of a list form, is a separate buffer. Draw number `t` of a class is the 8-byte blake2b
+# hash of the text `seed/rank count/class/t`, read as a little-endian integer. A tree starts from
+# the list of ranks. While the list has `m >= 2` entries, the next draw `d` removes entry `d % m`,
+# then, from the rest, entry `d // m % (m - 1)`, and appends their sum. If `d // m // (m - 1)` is
+# odd and the data has 16 bits, this sum is kept in fp32. The last sum is always rounded to the
+# data's dtype.
 @dataclass(frozen=True, slots=True)
 class _Joint:
     """A node of a random tree."""
@@ -218,16 +217,16 @@ class _Joint:
     left: _Joint | int
     """Node or rank."""
     right: _Joint | int
-    # True if a 16-bit sum is kept in fp32.
+    # True to keep a 16-bit sum in fp32.
     wide: bool
 
 
 @functools.lru_cache(maxsize=1024)
 def _draw_tree(seed: int, rank_count: int, element_class: int) -> _Joint | int:
-    """Draw the tree of one class of elements; see [Note: random trees]."""
+    """Draw the tree for a class of elements; see [Note: random trees]."""
     nodes: list[_Joint | int] = list(range(rank_count))
     for count in range(rank_count, 1, -1):
-        # A hash rather than `random`: the reference must draw the same from its own code.
+        # A hash instead of `random`, because the reference draws the same tree with its own code.
         text = f"{seed}/{rank_count}/{element_class}/{rank_count - count}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         rest, left = divmod(int.from_bytes(digest, "little"), count)
@@ -237,10 +236,10 @@ def _draw_tree(seed: int, rank_count: int, element_class: int) -> _Joint | int:
 
 
 class RandomTree:
-    """A random binary tree and random precision per class of elements: the adversary.
+    """A random binary tree with random precision per class of elements; see [Note: random trees].
 
-    No backend adds like this. If a system claims bits that no order can change, it must pass under
-    every seed. See [Note: random trees].
+    No backend adds like this. If a system claims that no order changes its bits, it must pass with
+    every seed.
     """
 
     name = "random-tree"
@@ -252,11 +251,11 @@ class RandomTree:
         self._seed = seed
 
     def accumulator(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the data's dtype. The tree widens some sums itself."""
+        """Return the data's dtype. The tree itself keeps some sums in fp32."""
         return dtype
 
     def reduce(self, parts: Sequence[Tensor], fold: Fold, *, at: Stretch) -> Tensor:
-        """Reduce each class of elements by its own tree."""
+        """Reduce each class of elements with its own tree."""
         out = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
         # Elements of a class are `TREE_CLASSES` apart, so a strided view selects them.
         for first in range(min(TREE_CLASSES, out.numel())):
@@ -274,6 +273,6 @@ def _fold_tree(node: _Joint | int, parts: Sequence[Tensor], fold: Fold) -> Tenso
     dtype = parts[0].dtype
     if dtype not in _SIXTEEN_BIT:
         return fold(left, right)
-    # One fp32 addition of 16-bit values; a narrow node rounds it at once.
+    # Add in fp32. A narrow node rounds at once.
     total = fold(left.float(), right.float())
     return total if node.wide else total.to(dtype)

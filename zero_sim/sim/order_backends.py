@@ -1,4 +1,4 @@
-"""Orders of addition of real backends, and the table of all orders."""
+"""Summation orders of real backends, and the table of all orders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zero_sim.sim.order import (
     upwards,
 )
 
-# gloo's kMaxSegmentSize; NCCL's chunk with the Simple protocol, and its alignment of chunks.
+# gloo's kMaxSegmentSize; NCCL's chunk size with the Simple protocol, and its chunk alignment.
 _GLOO_SEGMENT_BYTES = 1 << 20
 _NCCL_CHUNK_BYTES = 2 << 20
 _NCCL_ALIGN_BYTES = 16
@@ -36,16 +36,16 @@ def _round_up(value: int, multiple: int) -> int:
 
 # [Note: gloo] Checked bit by bit against real gloo processes (`tests/sim/test_order_gloo.py`),
 # torch 2.13. gloo cuts a buffer into segments of at most 1 MiB, at least two per rank. Each rank's
-# chunk is an equal run of segments. Chunks are sent downwards, so chunk `c` is added in the order
-# `x[c-1], x[c-2], ..., x[c+1], x[c]`, indices modulo the group size. The cut depends on the length
-# of the *whole* buffer, so padding, buckets and coalescing change bits.
+# chunk has the same number of segments. Ranks send chunks downwards, so chunk `c` is added in the
+# order `x[c-1], x[c-2], ..., x[c+1], x[c]`, modulo the group size. The cut depends on the *whole*
+# buffer's length, so padding, buckets and coalescing change bits.
 #
-# - A flat reduce-scatter is an all-reduce of a copy; each rank keeps its part.
-# - A list reduce-scatter is one rooted reduce per entry, which rounds segment sizes differently.
-# - A coalesced all-reduce joins all entries; those of a coalesced reduce-scatter stay separate.
+# - A flat reduce-scatter is an all-reduce of a copy, of which each rank keeps its part.
+# - A list reduce-scatter is a rooted reduce per entry, which rounds segment sizes differently.
+# - A coalesced all-reduce joins all entries. A coalesced reduce-scatter does not.
 # - AVG divides the sum. PREMUL_SUM does not exist.
 class Gloo:
-    """gloo under torch.distributed, with its list forms and rooted reduce; see [Note: gloo]."""
+    """gloo as torch.distributed uses it; see [Note: gloo]."""
 
     name = "gloo"
     positional = True
@@ -57,24 +57,24 @@ class Gloo:
         return dtype
 
     def reduce(self, parts: Sequence[Tensor], fold: Fold, *, at: Stretch) -> Tensor:
-        """Add each chunk of the whole buffer downwards from the rank before it."""
+        """Add chunk `c` of the whole buffer downwards from rank `c - 1`."""
         rank_count, elem_bytes = len(parts), parts[0].element_size()
         start = at.start
         if at.kind == "all_reduce":
-            # Coalesced entries are joined, so the offset counts from the call's first element.
+            # gloo joins coalesced entries, so the offset counts from the call's first element.
             chunk_elems, start = _flat_chunk(at.call_elems, elem_bytes, rank_count), at.call_start
         elif at.kind == "reduce_scatter":
             chunk_elems = _flat_chunk(at.buffer_elems, elem_bytes, rank_count)
         else:
-            # One rooted reduce for each entry of a list form.
+            # A list form is a rooted reduce for each entry.
             chunk_elems = _rooted_chunk(at.buffer_elems, elem_bytes, rank_count)
         pieces = _downward_pieces(parts[0].numel(), start, chunk_elems, rank_count)
         return chain_pieces(parts, fold, pieces)
 
 
 def _flat_chunk(elems: int, elem_bytes: int, rank_count: int) -> int:
-    """Return the elements per chunk of an all-reduce."""
-    # As in gloo's allreduce: count segments first, then derive their size in bytes.
+    """Return an all-reduce's chunk size in elements."""
+    # As in gloo's allreduce: first count segments, then derive their size in bytes.
     total = elems * elem_bytes
     least = max(-(-total // _GLOO_SEGMENT_BYTES), 2 * rank_count)
     segments = _round_up(least, rank_count)
@@ -83,8 +83,9 @@ def _flat_chunk(elems: int, elem_bytes: int, rank_count: int) -> int:
 
 
 def _rooted_chunk(elems: int, elem_bytes: int, rank_count: int) -> int:
-    """Return the elements per chunk of a rooted reduce."""
-    # As in gloo's reduce: derive the size first, then count segments, rounded up to full ranks.
+    """Return a rooted reduce's chunk size in elements."""
+    # As in gloo's reduce: first derive the segment size, then count segments, rounded up to a
+    # multiple of the group size.
     total = elems * elem_bytes
     most = min(-(-total // (2 * rank_count)), _GLOO_SEGMENT_BYTES)
     segment_bytes = max(_round_up(most, elem_bytes), elem_bytes)
@@ -97,23 +98,23 @@ def _downward_pieces(elems: int, offset: int, chunk_elems: int, rank_count: int)
     while start < elems:
         chunk, done = divmod(offset + start, chunk_elems)
         stop = min(elems, start + chunk_elems - done)
-        # Reversed: gloo sends chunks to the rank below.
+        # Reversed, because gloo sends chunks to the rank below.
         yield start, stop, upwards(chunk, rank_count)[::-1]
         start = stop
 
 
-# [Note: nccl] Read in NCCL's source (2.30), not observed on a device. `nccl-ring` is one channel of
-# the Ring algorithm with the Simple protocol over ranks in their own order: `NCCL_ALGO=Ring`,
+# [Note: nccl] Derived from NCCL's source (2.30), not observed on a device. `nccl-ring` is the Ring
+# algorithm with the Simple protocol on a single channel, over ranks in order: `NCCL_ALGO=Ring`,
 # `NCCL_PROTO=Simple`, `NCCL_MAX_CTAS=1`. Elements that end on rank `q` are added in the order
-# `x[q+1], x[q+2], ..., x[q]`. An all-reduce is cut into loops of one 2 MiB chunk per rank. In the
+# `x[q+1], x[q+2], ..., x[q]`. An all-reduce is cut into loops of a 2 MiB chunk per rank. In the
 # last loop the chunks are equal, rounded up to 16 bytes. Chunk `c` ends on rank `c`. AVG and
 # PREMUL_SUM multiply each contribution before the sum.
 #
 # `nccl-sym` models the kernels for registered windows. The rank that reduces an element adds
 # upwards from its own contribution, 16-bit data in fp32, and rounds once. In an all-reduce, ranks
-# take turns of one warp of 32 elements each, as for small buffers. AVG multiplies the accumulator.
+# alternate every 32 elements (a warp), as for small buffers. AVG multiplies the accumulator.
 class NcclRing:
-    """NCCL's ring on one channel; see [Note: nccl]."""
+    """NCCL's ring on a single channel; see [Note: nccl]."""
 
     name = "nccl-ring"
     positional = True
@@ -145,7 +146,7 @@ class NcclRing:
                 chunk_elems = _round_up(even_elems, _NCCL_ALIGN_BYTES // elem_bytes)
             chunk, done = divmod(in_loop, chunk_elems)
             stop = min(elems, start + chunk_elems - done)
-            # Chunk `c` ends on rank `c`, one rank later than in the textbook's ring.
+            # Chunk `c` ends on rank `c`, not on `c - 1` as in the textbook's ring.
             yield start, stop, upwards(chunk + 1, rank_count)
             start = stop
 
@@ -167,11 +168,9 @@ class NcclSym:
         rank_count, elems = len(parts), parts[0].numel()
         if at.destination is not None:
             return chain([parts[rank] for rank in upwards(at.destination, rank_count)], fold)
-        # An all-reduce: the starting rank changes each warp, so gather hop by hop instead of by
-        # rank.
+        # An all-reduce: the starting rank changes each warp, so gather by hop instead of by rank.
         stacked = torch.stack(list(parts))
-        # stacked [ranks, elems]; turns [elems], the rank that reduces each element before the
-        # modulo
+        # stacked [ranks, elems]; turns [elems], modulo rank_count the rank that reduces an element
         positions = torch.arange(at.start, at.start + elems, device=stacked.device)
         turns = positions.div(_WARP_ELEMS, rounding_mode="floor")
         hops = [
@@ -191,4 +190,4 @@ ORDERS: dict[str, Callable[[int], Order]] = {
     "nccl-sym": lambda seed: NcclSym(),
     "random-tree": lambda seed: RandomTree(seed=seed),
 }
-"""Constructors of orders by name. They take the world's seed, which only `random-tree` uses."""
+"""Constructors by name. They take the world's seed, which only `random-tree` uses."""

@@ -1,4 +1,4 @@
-"""Roles of memory: the tensors that one rank's side of an operation reads and writes."""
+"""Memory roles: the tensors that an operation reads and writes on a rank."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from zero_sim.sim.call import Call
 
 
 class Part(NamedTuple):
-    """The part of one tensor that an operation writes."""
+    """The part of a tensor that an operation writes."""
 
     tensor: int
-    """Index among the written tensors of the call."""
+    """Index in `written_tensors`."""
     start: int
     stop: int
-    """Range of elements in the tensor's own order. Only contiguous tensors are cut."""
+    """Half-open range of elements, in row-major order. Only contiguous tensors are cut."""
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the part as a view."""
@@ -28,19 +28,14 @@ class Part(NamedTuple):
 
 
 def read_tensors(call: Call, *, group_rank: int) -> Sequence[Tensor]:
-    """Return the tensors that the operation reads on this rank.
-
-    Args:
-        call: The rank's side.
-        group_rank: The rank's position in the group.
-    """
+    """Return the tensors that the operation reads on this rank."""
     if call.kind == "broadcast" and group_rank != call.root:
         return ()
     return call.inputs
 
 
 def written_tensors(call: Call, *, group_rank: int) -> Sequence[Tensor]:
-    """Return the tensors that the operation writes on this rank, some perhaps in part."""
+    """Return the tensors that the operation writes on this rank, at least in part."""
     if call.kind == "all_reduce":
         return call.inputs
     if call.kind == "reduce":
@@ -51,14 +46,14 @@ def written_tensors(call: Call, *, group_rank: int) -> Sequence[Tensor]:
 
 
 def written_parts(call: Call, *, group_rank: int, group_size: int) -> list[Part]:
-    """Return the written parts of `written_tensors`, each once; see [Note: own parts]."""
+    """Return the parts that the operation writes, without repeats; see [Note: own parts]."""
     tensors = written_tensors(call, group_rank=group_rank)
     own = _own_parts(call, group_rank=group_rank, group_size=group_size)
     repeated = repeated_outputs(call)
     parts: list[Part] = []
     seen: set[int] = set()
     for index, tensor in enumerate(tensors):
-        # Memory that several outputs share is one part; [Note: own parts] is cut out below.
+        # If several outputs are the same memory, it makes a single part.
         if index not in own:
             first = repeated.get(index, index)
             if first in seen:
@@ -72,12 +67,12 @@ def written_parts(call: Call, *, group_rank: int, group_size: int) -> list[Part]
 
 
 def repeated_outputs(call: Call) -> dict[int, int]:
-    """Find outputs that repeat an earlier one: same start, shape and strides, and not empty.
+    """Find outputs that repeat an earlier output: same start, shape and strides, and not empty.
 
     Returns:
-        Index of the first output with that memory, by the index of each later one.
+        For each repeating output, the index of the first output with the same memory.
     """
-    # The common case, on the path of every call.
+    # Fast path for almost every call.
     if len(call.outputs) < 2:
         return {}
     first: dict[object, int] = {}
@@ -91,17 +86,15 @@ def repeated_outputs(call: Call) -> dict[int, int]:
 
 
 def undefined_outputs(call: Call) -> set[int]:
-    """Return the indices of outputs with undefined content because they share memory."""
+    """Return the indices of outputs that are undefined because they share memory."""
     repeated = repeated_outputs(call)
     return {*repeated, *repeated.values()}
 
 
 def overwritten_inputs(call: Call, *, group_rank: int, group_size: int) -> list[Tensor]:
-    """Return inputs of an `all_gather_list` that an output may overwrite before they are sent.
-
-    If all outputs have one shape, NCCL gathers into its own memory first. Otherwise it broadcasts
-    them one by one, in place.
-    """
+    """Return inputs of an `all_gather_list` that an output may overwrite before they are sent."""
+    # If all outputs have the same shape, NCCL gathers into its own memory first. If not, it
+    # broadcasts the outputs in place, one after another.
     if len({tensor.shape for tensor in call.outputs}) < 2:
         return []
     undefined = undefined_outputs(call)
@@ -112,8 +105,8 @@ def overwritten_inputs(call: Call, *, group_rank: int, group_size: int) -> list[
 # [Note: own parts] If a rank's own part of an output is the memory of its input, as in an in-place
 # all-gather, no data moves there. NCCL leaves that part untouched, so it counts as input only.
 def _own_parts(call: Call, *, group_rank: int, group_size: int) -> dict[int, tuple[int, int]]:
-    """Map written tensors, by index, to the range of elements that is already the rank's input."""
-    # Flat form: the rank's chunk of the output. The other forms have a tensor for each member.
+    """Return the elements that are already the rank's input, by index of the written tensor."""
+    # In the flat form, the own part is a chunk of the output; in other forms, a whole tensor.
     if call.kind == "all_gather":
         pairs = zip(call.inputs, call.outputs, strict=True)
         return {
@@ -138,7 +131,7 @@ def _own_parts(call: Call, *, group_rank: int, group_size: int) -> dict[int, tup
 
 
 def is_chunk(part: Tensor, whole: Tensor, *, chunk: int) -> bool:
-    """Return True if `part` is the memory of that chunk of `whole`, both contiguous."""
+    """Return True if `part` and this chunk of `whole` are the same memory, both contiguous."""
     return (
         same_storage(part, whole)
         and part.is_contiguous()
@@ -152,14 +145,14 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def same_storage(a: Tensor, b: Tensor) -> bool:
-    """Return True if two tensors are views of one storage."""
-    # Storages without memory all have address 0.
+    """Return True if two tensors are views of the same storage."""
+    # All storages without memory have address 0.
     address = a.untyped_storage().data_ptr()
     return address != 0 and address == b.untyped_storage().data_ptr()
 
 
 def span_bytes(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte, and one past the last, that a tensor touches in its storage."""
+    """Return the half-open range of bytes that a tensor spans in its storage."""
     if not tensor.numel():
         return 0, 0
     strides = map(int, tensor.stride())

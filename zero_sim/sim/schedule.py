@@ -1,7 +1,7 @@
-"""Schedules: policies that pick the next rank among those that can run.
+"""Schedules, which pick the next rank among the ranks that can run.
 
-A run is a function of (program, timing, schedule, seed). Two runs with equal inputs give equal
-event logs. A schedule serves one run; a recipe makes a fresh one for each run.
+A run is a function of (program, timing, schedule, seed): runs with equal inputs have equal event
+logs. A schedule serves a single run. A recipe makes a fresh schedule for each run.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from zero_sim.sim.failures import ScheduleDiverged
 SCHEDULES = ("round-robin", "random", "pct")
 
 PICKS_PER_RANK = 16
-"""Expected picks of a run per rank, over which `pct` spreads its changes of priority."""
+"""Expected number of picks per rank in a run, over which `pct` spreads its priority changes."""
 
 
 class Schedule(Protocol):
-    """A policy over ready ranks. Each instance serves one run."""
+    """A policy that picks ready ranks, for a single run."""
 
     def add(self, rank: int) -> None:
-        """Note that `rank` became able to run."""
+        """Note that `rank` can run."""
         ...
 
     def defer(self, rank: int) -> None:
-        """Note that `rank` polled for something that is not done, and will poll again.
+        """Note that `rank` can run, but is polling for other ranks' work.
 
-        A policy must not always prefer such a rank, or the others would never finish the work.
+        A policy must not always prefer such a rank, or the others would never finish their work.
         """
         ...
 
@@ -41,10 +41,10 @@ class Schedule(Protocol):
 
 
 class Recipe(Protocol):
-    """Maker of a schedule for each run."""
+    """Makes a schedule for each run."""
 
     def fresh(self) -> Schedule:
-        """Return a schedule for one run."""
+        """Return a schedule for the next run."""
         ...
 
 
@@ -55,7 +55,7 @@ class RoundRobin:
         self._ready: deque[int] = deque()
 
     def add(self, rank: int) -> None:
-        """Queue the rank after all ready ones."""
+        """Queue the rank after all ready ranks."""
         self._ready.append(rank)
 
     defer = add
@@ -69,7 +69,7 @@ class RandomSchedule:
     """Uniform choice among ready ranks, drawn from the seed."""
 
     def __init__(self, seed: int) -> None:
-        # A list, because the seed must also reproduce its order.
+        # A list, because a set's order is not reproducible.
         self._ready: list[int] = []
         self._random = random.Random(seed)
 
@@ -80,36 +80,36 @@ class RandomSchedule:
     defer = add
 
     def pick(self) -> int | None:
-        """Return a uniformly drawn ready rank."""
+        """Return a drawn ready rank."""
         if not self._ready:
             return None
         return self._ready.pop(self._random.randrange(len(self._ready)))
 
 
 class Pct:
-    """Probabilistic concurrency testing: the ready rank of highest priority, with few changes.
+    """Probabilistic concurrency testing: picks the ready rank with the highest priority.
 
     Priorities are drawn. At each of `depth - 1` drawn picks, the rank about to run drops below all
-    others. If a bug needs `depth` events in one order, a run finds it with a probability of at
-    least `1 / (ranks * picks ** (depth - 1))` (Burckhardt et al., "A randomized scheduler with
+    others. If a bug needs `depth` events in a certain order, a run finds it with a probability of
+    at least `1 / (ranks * picks ** (depth - 1))` (Burckhardt et al., "A randomized scheduler with
     probabilistic guarantees of finding bugs", 2010).
 
     Args:
-        seed: Seed of the draws.
+        seed: Seed for the draws.
         world_size: Number of ranks.
-        depth: Number of events whose order the bug needs, at least 1.
-        picks: Expected number of picks of the run.
+        depth: Number of events whose order triggers the bug, at least 1.
+        picks: Expected number of picks in the run.
     """
 
     def __init__(self, seed: int, *, world_size: int, depth: int, picks: int) -> None:
         draws = random.Random(seed)
-        # Initial priorities start at `depth`; values below are for the drops, as in the paper.
+        # As in the paper, initial priorities start at `depth` and drops use the values below.
         self._priority = list(range(depth, depth + world_size))
         draws.shuffle(self._priority)
         changes = draws.sample(range(picks), min(depth - 1, picks))
         self._changes = {position: depth - 1 - i for i, position in enumerate(changes)}
         self._picked = 0
-        # Deferred ranks get priorities below 0, each lower than all before.
+        # Deferred ranks get priorities below 0, each lower than the last.
         self._lowest = 0
         self._ready: list[int] = []
 
@@ -118,13 +118,13 @@ class Pct:
         self._ready.append(rank)
 
     def defer(self, rank: int) -> None:
-        """Make the rank eligible once no other is ready."""
+        """Make the rank eligible, with the lowest priority."""
         self._lowest -= 1
         self._priority[rank] = self._lowest
         self._ready.append(rank)
 
     def pick(self) -> int | None:
-        """Return the ready rank of highest priority."""
+        """Return the ready rank with the highest priority."""
         if not self._ready:
             return None
         rank = max(self._ready, key=self._priority.__getitem__)
@@ -139,49 +139,49 @@ class Pct:
 
 
 class Choosing:
-    """Follows the numbers of `Choices`, and records the number of ready ranks at each pick."""
+    """Schedule of a `Choices`. Records the number of ready ranks at each pick in `widths`."""
 
     def __init__(self, choices: Sequence[int]) -> None:
         self._choices = choices
         self._ready: list[int] = []
-        # Shrinking and exhaustive search read the widths to find other choices.
+        # Shrinking and exhaustive search derive other choices from the widths.
         self.widths: list[int] = []
 
     def add(self, rank: int) -> None:
-        """Queue the rank after all ready ones."""
+        """Queue the rank after all ready ranks."""
         self._ready.append(rank)
 
     defer = add
 
     def pick(self) -> int | None:
-        """Return the ready rank that this pick's number selects."""
+        """Return the ready rank that the next number selects."""
         if not self._ready:
             return None
         position = len(self.widths)
         self.widths.append(len(self._ready))
-        # Beyond the list, the rank that has been ready longest.
+        # After the end of the list, pick the rank that has been ready longest.
         choice = self._choices[position] if position < len(self._choices) else 0
         return self._ready.pop(choice % len(self._ready))
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """A schedule as a list of numbers. Shorter lists of smaller numbers are simpler, for shrinking.
+    """A schedule as a list of numbers. For shrinking, short lists of small numbers are simple.
 
     Pick number `i` takes the ready rank at index `choices[i]`, modulo the number of ready ranks.
-    Index 0 is the rank that has been ready longest. Picks beyond the list use index 0, so an empty
-    list is round-robin.
+    Index 0 is the rank that has been ready longest. Picks after the end of the list use index 0, so
+    an empty list is round-robin.
     """
 
     choices: tuple[int, ...] = ()
 
     def fresh(self) -> Schedule:
-        """Return a schedule for one run."""
+        """Return a schedule for the next run."""
         return Choosing(self.choices)
 
 
 class Replaying:
-    """Picks the recorded ranks in their order."""
+    """Schedule of a `Replay`."""
 
     def __init__(self, turns: Sequence[int], *, strict: bool) -> None:
         self._turns = turns
@@ -197,10 +197,10 @@ class Replaying:
     defer = add
 
     def pick(self) -> int | None:
-        """Return the rank that the recording has at this turn.
+        """Return the recorded rank.
 
         Raises:
-            ScheduleDiverged: With `strict`, that rank cannot run, or the recording is over.
+            ScheduleDiverged: With `strict`, this rank cannot run, or the recording is over.
         """
         if not self._ready:
             return None
@@ -213,7 +213,7 @@ class Replaying:
             over = f"to end after {position} turns"
             expected = over if turn is None else f"rank {turn} to run at turn {position}"
             raise _diverged(position, expected, sorted(self._ready))
-        # Once diverged, the rest of the recording means nothing: first come, first served.
+        # After a divergence, ignore the rest of the recording: first come, first served.
         if self.diverged_at is None:
             self.diverged_at = position
         return self._ready.pop(0)
@@ -222,7 +222,7 @@ class Replaying:
 def _diverged(position: int, expected: str, ready: list[int]) -> ScheduleDiverged:
     return ScheduleDiverged(
         f"the run diverged from its recording: expected {expected}, but the ranks that can run "
-        f"there are {ready}. Replay with the program, world size, timing and seed recorded.",
+        f"there are {ready}. Replay with the recorded program, world size, timing and seed.",
         position=position,
     )
 
@@ -231,24 +231,24 @@ class Replay:
     """A recorded schedule, repeated turn by turn.
 
     Args:
-        turns: `EventLog.turns` of the run to repeat.
-        strict: True to raise if a turn cannot be taken. Otherwise the run goes on from there, first
-            come, first served.
+        turns: `EventLog.turns` of the recorded run.
+        strict: True to raise if the recorded rank cannot run. If False, the rest of the run is
+            first come, first served.
     """
 
     def __init__(self, turns: Sequence[int], *, strict: bool = True) -> None:
         self.turns = tuple(turns)
         self.strict = strict
-        # The schedule of the latest run, for `diverged_at`.
+        # The latest run's schedule, for `diverged_at`.
         self._latest: Replaying | None = None
 
     @property
     def diverged_at(self) -> int | None:
-        """First turn of the latest run that differs from the recording, from 0; else None."""
+        """First turn of the latest run that differs from the recording, from 0; None if none."""
         return None if self._latest is None else self._latest.diverged_at
 
     def fresh(self) -> Schedule:
-        """Return a schedule for one run."""
+        """Return a schedule for the next run."""
         self._latest = Replaying(self.turns, strict=self.strict)
         return self._latest
 
@@ -262,7 +262,7 @@ def check_schedule(schedule: object) -> None:
     if isinstance(schedule, str):
         known = schedule in SCHEDULES
     else:
-        # By duck typing, because recipes are a Protocol.
+        # Duck typing, because recipes are a Protocol.
         known = callable(getattr(schedule, "fresh", None))
     if not known:
         raise UsageError(
@@ -274,15 +274,15 @@ def check_schedule(schedule: object) -> None:
 def build_schedule(
     schedule: str | Recipe, *, seed: int, world_size: int, depth: int = 3
 ) -> Schedule:
-    """Make a schedule for one run.
+    """Make a schedule for a run.
 
     Args:
         schedule: `round-robin`, `random`, `pct`, or a recipe.
-        seed: Seed of `random` and `pct`.
+        seed: Seed for `random` and `pct`.
         world_size: Number of ranks.
         depth: For `pct`; see `Pct`.
     """
-    # A recipe; `check_schedule` has refused everything else.
+    # `check_schedule` has refused everything else.
     if not isinstance(schedule, str):
         return schedule.fresh()
     if schedule == "random":

@@ -1,4 +1,4 @@
-"""Waits of ranks, and the turns of other ranks meanwhile."""
+"""Protocols for ranks' waits, and for the turns of other ranks meanwhile."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from zero_sim.sim.log import EventLog
 class Awaited(Protocol):
     """Anything that a rank can wait for."""
 
-    # `finish` makes the ranks in `waiters` ready, in this order.
+    # `finish` makes the ranks in `waiters` ready in order.
     done: bool
     waiters: list[int]
 
     @property
     def doing(self) -> str:
-        """The wait in words."""
+        """Description of the wait."""
         ...
 
     @property
@@ -30,19 +30,19 @@ class Awaited(Protocol):
 
 
 class Pending(Awaited, Protocol):
-    """The wait of an operation's members: a collective, or one half of a message."""
+    """An operation for which members wait: a collective, or a send or receive."""
 
     given_up: TimedOut | None
-    """Time-out of a member that stopped waiting. The operation then never completes."""
+    """Time-out of a member that gave up. Then the operation never completes."""
 
     @property
     def what(self) -> str:
-        """The operation in words, as in `all_gather #3 of group world`."""
+        """Name of the operation, such as `all_gather #3 of group world`."""
         ...
 
     @property
     def key(self) -> str:
-        """Unique name among the operations of a run; for a message it includes the side."""
+        """Name that is unique in a run and independent of the schedule."""
         ...
 
     @property
@@ -52,7 +52,7 @@ class Pending(Awaited, Protocol):
 
     @property
     def strict(self) -> bool:
-        """True to reject calls that gloo accepts and NCCL refuses."""
+        """True if the group refuses calls that gloo accepts but NCCL does not."""
         ...
 
     @property
@@ -62,7 +62,7 @@ class Pending(Awaited, Protocol):
 
     @property
     def joins(self) -> Pending | None:
-        """The other half of a message, if it came first; None once the data has moved."""
+        """The other half of a message if it came first; None once the data has moved."""
         ...
 
     @property
@@ -72,7 +72,7 @@ class Pending(Awaited, Protocol):
 
     @property
     def due_faults(self) -> Mapping[int, Sequence[DueFault]]:
-        """Planned faults in the operation's data, by the member's group rank."""
+        """Planned faults in the operation's data, by group rank."""
         ...
 
     def conclude(self) -> None:
@@ -81,17 +81,17 @@ class Pending(Awaited, Protocol):
 
 
 class Turns(Protocol):
-    """Control over turns, as operations in flight need it. The baton implements it."""
+    """The baton's interface for operations in flight."""
 
     failure: WorldFailure | None
 
     @property
     def log(self) -> EventLog:
-        """The events of the run."""
+        """The run's events."""
         ...
 
     def advance(self) -> None:
-        """Count one call into the world. Each call begins with this."""
+        """Count a call into the world. Each call begins with this."""
         ...
 
     def check_alive(self) -> None:
@@ -113,5 +113,5 @@ class Turns(Protocol):
         ...
 
     def fail(self, failure: WorldFailure) -> WorldFailure:
-        """End the world even if the program catches the exception. Return it for raising."""
+        """Note the first failure, which ends the world even if the program catches it."""
         ...

@@ -135,7 +135,7 @@ class TestEntries:
             dist.all_gather([torch.empty(2) for _ in range(3)], torch.ones(3 if rank == 1 else 2))
 
         text = str(violation_of(world_of(3), program, "entry-size"))
-        assert "entry 1 of rank 1's list to hold 3 elements" in text
+        assert "entry 1 of rank 1's list to have 3 elements" in text
 
     def test_gathered_into_an_entry_of_another_ranks_size(self, world_of, violation_of):
         def program(rank):

@@ -193,7 +193,7 @@ class TestWaits:
         assert "all_reduce #0" in message
         assert "broadcast #2" in message
         assert "barrier" not in message
-        assert "so did other ranks: 1" in message
+        assert "other ranks did the same: 1" in message
 
     def test_a_work_that_was_dropped_counts_on_the_one_rank(self, world_of, violation_of):
         def program(rank):

@@ -1,1 +1,1 @@
-"""Process groups and stores: how calls come in, meet, and move data."""
+"""Process groups and stores: receive calls, match them between ranks, and move data."""

@@ -1,9 +1,10 @@
-"""Arguments of a process group's methods, in all forms of torch's bindings, with gloo's checks.
+"""Arguments of a process group's methods, in all forms that torch's bindings accept.
 
 torch.distributed passes lists and an options object. If a program calls a process group directly, a
-tensor may replace a list of one, and a reduce operation or a root may replace the options. If gloo
-refuses arguments without looking at other ranks, they are refused here in gloo's words. So a
-program that expects the refusal finds it.
+tensor may replace a list, and a reduce operation or a root may replace the options.
+
+The checks are gloo's checks on a single rank, with gloo's messages, because programs may expect
+them.
 """
 
 from __future__ import annotations
@@ -20,35 +21,35 @@ from zero_sim.sim.failures import BadArgument
 
 
 def as_list(tensors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return a list of tensors; a single tensor becomes a list of one."""
+    """Return a list of tensors. A single tensor becomes a list."""
     return [tensors] if isinstance(tensors, Tensor) else tensors
 
 
 def as_rows(lists: Sequence[Tensor] | Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:
-    """Return a list of lists; a list of tensors becomes one row."""
-    # An empty list has no rows either way.
+    """Return a list of rows. A list of tensors becomes a single row."""
+    # An empty list has no rows in either form.
     if len(lists) and isinstance(lists[0], Tensor):
         return [lists]  # pyrefly: ignore [bad-return]
     return lists  # pyrefly: ignore [bad-return]
 
 
 def reduce_op_of(opts: Any) -> ReduceOp.RedOpType:
-    """Return the reduce operation of options, or the operation itself; SUM by default."""
+    """Return the reduce operation, given directly or in options; SUM by default."""
     op = ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
-    # A PREMUL_SUM is an object with a factor, other operations are enum values.
+    # PREMUL_SUM is an object with a factor, other operations are enum values.
     return getattr(op, "op", op)
 
 
 def factor_of(opts: Any) -> float | Tensor | None:
-    """Return the factor of a PREMUL_SUM; None for other operations, whose `factor` raises."""
-    # torch's bindings give PREMUL_SUM as an object that carries its factor.
+    """Return PREMUL_SUM's factor; None for other operations."""
+    # Check first, because `factor` raises for other operations.
     if reduce_op_of(opts) != ReduceOp.PREMUL_SUM:
         return None
     return getattr(opts, "reduceOp", opts).factor
 
 
 def root_of(kind: str, opts: Any, size: int, *, tensor_count: int = 1) -> int:
-    """Return the root's group rank from options, or the root itself; 0 by default.
+    """Return the root's group rank, given directly or in options; 0 by default.
 
     Args:
         kind: The method, for the message.
@@ -59,7 +60,7 @@ def root_of(kind: str, opts: Any, size: int, *, tensor_count: int = 1) -> int:
     Raises:
         BadArgument: Root rank or root tensor is out of range.
     """
-    # Both forms: `opts` is the root in direct calls, and an options object in torch's.
+    # `opts` is the root in direct calls, and an options object in torch's calls.
     root = 0 if opts is None else opts if isinstance(opts, int) else opts.rootRank
     if not 0 <= root < size:
         raise BadArgument(
@@ -78,12 +79,12 @@ def root_of(kind: str, opts: Any, size: int, *, tensor_count: int = 1) -> int:
 
 
 def root_tensor_of(opts: Any) -> int:
-    """Return the index of the root's tensor from options; 0 by default."""
+    """Return the root tensor's index from options; 0 by default."""
     return int(getattr(opts, "rootTensor", 0))
 
 
 def splits_of(splits: Sequence[int] | Tensor) -> list[int]:
-    """Return split sizes as integers. torch's bindings also take a 1D tensor."""
+    """Return split sizes as integers. torch's bindings also accept a 1D tensor."""
     return splits.tolist() if isinstance(splits, Tensor) else list(splits)
 
 
@@ -100,43 +101,43 @@ def check_one(kind: str, tensors: Sequence[Tensor], *, side: str) -> None:
     """
     if len(tensors) == 1:
         return
-    # gloo's messages name the side only if the method has two.
+    # gloo's messages name the side only if the method has both.
     between = f"{side} " if side else ""
     raise BadArgument(
         kind,
         f"requires a single-element {between}tensor list",
-        f"Got {len(tensors)}. Issue one call for each, or use the coalesced form.",
+        f"Got {len(tensors)}. Call once for each tensor, or use the coalesced form.",
     )
 
 
 def check_can_fold(kind: str, op: ReduceOp.RedOpType) -> None:
-    """Check that a rank's own tensors can be reduced before those of other ranks.
+    """Check that a rank can reduce its own tensors before the collective.
 
     Raises:
-        BadArgument: The operation does not allow it.
+        BadArgument: It cannot with this operation.
     """
     if not can_fold(op):
         raise BadArgument(
             kind,
-            f"unsupported reduction operation {op.name} of several tensors a rank",
-            "Issue one call for each, or use the coalesced form.",
+            f"unsupported reduction operation {op.name} for several tensors per rank",
+            "Call once for each tensor, or use the coalesced form.",
         )
 
 
 def check_some(kind: str, tensors: Sequence[Tensor]) -> None:
-    """Check that a coalesced call has at least one tensor.
+    """Check that a call has at least one tensor.
 
     Raises:
-        BadArgument: It has none.
+        BadArgument: The list is empty.
     """
     if not tensors:
         raise BadArgument(
-            kind, "requires non-empty tensor list", "Expected one tensor or more, got none."
+            kind, "requires non-empty tensor list", "Expected at least one tensor, got none."
         )
 
 
 def check_pairs(kind: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Check that a flat call has one dense output for each dense input, coalesced or not.
+    """Check that a flat call has a dense output for each dense input, coalesced or not.
 
     Raises:
         BadArgument: There are no inputs, the numbers differ, or a tensor is sparse.
@@ -154,14 +155,14 @@ def check_pairs(kind: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) 
 def check_gathered(
     kind: str, rows: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *, size: int, even: bool
 ) -> None:
-    """Check the lists of an all-gather: per input, one output for each input of each member.
+    """Check an all-gather's lists.
 
     Args:
         kind: The method, for the message.
-        rows: The outputs, one list per input.
+        rows: A list of outputs per input. Each list has an output for each input of each member.
         inputs: The inputs.
         size: Number of members.
-        even: True if all tensors must have one size, as with gloo.
+        even: True if all tensors must have the same size, as with gloo.
 
     Raises:
         BadArgument: A list has a wrong length, a tensor is sparse, or dtypes or sizes differ.
@@ -177,7 +178,7 @@ def check_gathered(
             f"Got {len(inputs)} inputs and {len(rows)} lists of outputs.",
         )
     for index, row in enumerate(rows):
-        # Each input has its own row, with the outputs of all inputs of all members.
+        # As if each input's device received everything, so each row has all outputs.
         if len(row) != size * len(inputs):
             raise BadArgument(
                 kind,
@@ -194,7 +195,7 @@ def check_gathered(
 def check_gathered_coalesced(
     kind: str, rows: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *, size: int
 ) -> None:
-    """Check the lists of a coalesced all-gather: one list per member, like the list of inputs.
+    """Check a coalesced all-gather's lists: for each member, a list like `inputs`.
 
     Raises:
         BadArgument: A list has a wrong length, or an output differs from its input in size or
@@ -205,7 +206,7 @@ def check_gathered_coalesced(
         raise BadArgument(
             kind,
             "output lists should be equal to world size",
-            f"Got {len(rows)} lists, expected one for each of {size} members.",
+            f"Expected a list for each of {size} members, got {len(rows)} lists.",
         )
     for row in rows:
         if len(row) != len(inputs):
@@ -215,7 +216,7 @@ def check_gathered_coalesced(
                 "Expected one tensor for each input.",
             )
         for index, (output, given) in enumerate(zip(row, inputs, strict=True)):
-            # Unlike in the plain form, outputs correspond to inputs by index.
+            # Unlike in the plain form, the indices of outputs and inputs correspond.
             if output.shape != given.shape:
                 raise BadArgument(
                     kind,
@@ -227,10 +228,10 @@ def check_gathered_coalesced(
 
 
 def check_coalesced(kind: str, tensors: Sequence[Tensor]) -> None:
-    """Check that a coalesced reduction has tensors, all with one layout and dtype.
+    """Check that a coalesced reduction has tensors, all with the same layout and dtype.
 
     Raises:
-        BadArgument: There are none, or one differs from the first.
+        BadArgument: The list is empty, or a tensor differs from the first.
     """
     check_some(kind, tensors)
     first = tensors[0]
@@ -240,50 +241,47 @@ def check_coalesced(kind: str, tensors: Sequence[Tensor]) -> None:
                 kind,
                 f"invalid tensor layout at index {index} (expected {first.layout}, got "
                 f"{tensor.layout})",
-                "Expected one layout for all tensors of a call.",
+                "Expected all tensors of a call to have the same layout.",
             )
-    # After the layouts, the order in which gloo checks.
+    # After the layouts, in gloo's order.
     if any(tensor.dtype != first.dtype for tensor in tensors):
         dtypes = ", ".join(sorted({str(tensor.dtype) for tensor in tensors}))
         raise BadArgument(
             kind,
             "tensors must all have the same type",
-            f"Got {dtypes}. Expected one dtype for all tensors of a call.",
+            f"Expected all tensors of a call to have the same dtype, got {dtypes}.",
         )
 
 
 class NotContiguous(BadArgument, ValueError):
-    """A tensor that is not contiguous, in a call for which gloo requires it.
-
-    A ValueError too, as gloo raises.
-    """
+    """A tensor that must be contiguous and is not. Also a ValueError, which gloo raises."""
 
 
 def check_contiguous(kind: str, tensors: Sequence[Tensor]) -> None:
-    """Check that tensors are contiguous, for calls in which gloo accepts no others.
+    """Check that tensors are contiguous, for calls in which gloo requires it.
 
     Raises:
-        NotContiguous: One is not.
+        NotContiguous: A tensor is not contiguous.
     """
     for tensor in tensors:
         if not tensor.is_contiguous():
             raise NotContiguous(
                 kind,
                 "Tensors must be contiguous",
-                f"Got one of shape {tuple(tensor.shape)} and strides {tensor.stride()}. Pass "
+                f"Got a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}. Pass "
                 "tensor.contiguous(), and copy the result back.",
             )
 
 
 def check_like(kind: str, entries: Sequence[Tensor], tensor: Tensor, *, even: bool) -> None:
-    """Check the entries of a list against the tensor that belongs to it.
+    """Check a list's entries against the rank's other tensor.
 
     Args:
         kind: The method, for the message.
-        entries: The list.
+        entries: The list, with an entry for each member.
         tensor: The rank's other tensor.
-        even: True if all must have one size, as with gloo. Otherwise the contract compares the
-            sizes with those of other ranks.
+        even: True if all must have the same size, as with gloo. Otherwise the contract compares
+            sizes between ranks.
 
     Raises:
         BadArgument: A dtype or size differs.
@@ -296,7 +294,7 @@ def check_like(kind: str, entries: Sequence[Tensor], tensor: Tensor, *, even: bo
                 kind,
                 f"invalid tensor size at index {index} (expected {tuple(tensor.shape)}, got "
                 f"{tuple(entry.shape)})",
-                "Expected one size for all tensors of a call with gloo.",
+                "With gloo, expected all tensors of a call to have the same size.",
             )
 
 
@@ -305,32 +303,32 @@ def _check_dtype(kind: str, tensor: Tensor, expected: torch.dtype, index: int) -
         raise BadArgument(
             kind,
             f"invalid tensor type at index {index} (expected {expected}, got {tensor.dtype})",
-            "Expected one dtype for all tensors of a call.",
+            "Expected all tensors of a call to have the same dtype.",
         )
 
 
 def check_no_rows(kind: str, rows: Sequence[Sequence[Tensor]], *, side: str) -> None:
-    """Check that a member other than the root passes no list.
+    """Check that a member other than the root passes no tensors.
 
     Raises:
-        BadArgument: It does.
+        BadArgument: It passes tensors.
     """
     if any(len(row) for row in rows):
         raise BadArgument(
             kind,
             f"requires empty {side} on non-root",
-            "Only the root has a tensor for each member.",
+            "Only the root passes a tensor for each member.",
         )
 
 
 def check_alike(kind: str, tensors: Sequence[Tensor]) -> None:
-    """Check that the tensors of one list have one layout, dtype and shape.
+    """Check that a list's tensors have the same layout, dtype and shape.
 
     Raises:
-        BadArgument: One differs from the first.
+        BadArgument: A tensor differs from the first.
     """
     first = tensors[0]
-    # As in gloo, entries are compared with the first one.
+    # Compare with the first tensor, as gloo does.
     for index, tensor in enumerate(tensors[1:], start=1):
         for aspect, expected, got in (
             ("layout", first.layout, tensor.layout),
@@ -341,15 +339,15 @@ def check_alike(kind: str, tensors: Sequence[Tensor]) -> None:
                 raise BadArgument(
                     kind,
                     f"invalid tensor {aspect} at index {index} (expected {expected}, got {got})",
-                    "Expected tensors of one layout, dtype and size in a list.",
+                    "Expected the same layout, dtype and size for all tensors in a list.",
                 )
 
 
 def check_dense(kind: str, tensors: Sequence[Tensor]) -> None:
-    """Check that tensors are dense, with memory and strides.
+    """Check that tensors are dense.
 
     Raises:
-        BadArgument: One is sparse, or has another layout without strides.
+        BadArgument: A tensor is sparse, or has another layout without strides.
     """
     for tensor in tensors:
         # The simulator lends and compares memory by address, which needs strides.
@@ -357,8 +355,8 @@ def check_dense(kind: str, tensors: Sequence[Tensor]) -> None:
             raise BadArgument(
                 kind,
                 f"unsupported layout {tensor.layout}: the tensor is sparse",
-                f"Expected a dense tensor, got one of shape {tuple(tensor.shape)}. Only all_reduce "
-                "takes sparse tensors here. Pass tensor.to_dense().",
+                f"Expected a dense tensor, got shape {tuple(tensor.shape)}. Only all_reduce "
+                "accepts sparse tensors here. Pass tensor.to_dense().",
             )
 
 
@@ -366,7 +364,7 @@ def check_sparse_sum(kind: str, op: ReduceOp.RedOpType) -> None:
     """Check that a sparse all-reduce adds.
 
     Raises:
-        BadArgument: It uses another operation.
+        BadArgument: The operation is not SUM.
     """
     if op != ReduceOp.SUM:
         raise BadArgument(
@@ -378,7 +376,7 @@ def check_sparse_sum(kind: str, op: ReduceOp.RedOpType) -> None:
 
 
 def check_rows(kind: str, rows: Sequence[Sequence[Tensor]], *, side: str, size: int) -> None:
-    """Check that a call has one list with one tensor for each member.
+    """Check that a call has a single list, with a tensor for each member.
 
     Args:
         kind: The method, for the message.
@@ -387,7 +385,7 @@ def check_rows(kind: str, rows: Sequence[Sequence[Tensor]], *, side: str, size: 
         size: Number of members.
 
     Raises:
-        BadArgument: There is no list or several, or its length is wrong.
+        BadArgument: There is no list, or several, or the list has a wrong length.
     """
     if len(rows) != 1:
         raise BadArgument(
@@ -395,7 +393,6 @@ def check_rows(kind: str, rows: Sequence[Sequence[Tensor]], *, side: str, size: 
             f"requires a single-element {side} list containing a list with {size} tensors",
             f"Got {len(rows)} lists.",
         )
-    # One tensor for each member, the own rank included.
     if len(rows[0]) != size:
         raise BadArgument(
             kind,

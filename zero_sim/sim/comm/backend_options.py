@@ -1,8 +1,8 @@
-"""The backend object that a simulated group offers per kind of device.
+"""The backend object of a simulated group.
 
-In each group, torch keeps one backend object per device and reads its name, options and features.
-Simulated groups have no C++ backend, and not every supported version of torch allows to inherit
-from the C++ class. So this class replaces it, and passes collectives on to the group.
+In each group, torch keeps a backend object per kind of device and reads its name, options and
+features. Simulated groups have no C++ backend, and some versions of torch cannot subclass the C++
+class. So `SimBackend` replaces it, and passes collectives on to the group.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch.distributed import ProcessGroupGloo
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-"""Default of torch's gloo. A simulated call without a time-out never reaches it."""
+"""gloo's default in torch. Simulated calls do not time out by default."""
 
 
 class Members(Protocol):
-    """The attributes of a group that its backend object needs."""
+    """Attributes that a backend object needs from its group."""
 
     @property
     def group_name(self) -> str:
@@ -28,7 +28,7 @@ class Members(Protocol):
 
     @property
     def world_ranks(self) -> tuple[int, ...]:
-        """World ranks of the members."""
+        """The members' world ranks."""
         ...
 
 
@@ -47,20 +47,21 @@ class BackendOptions:
 
     @property
     def global_ranks_in_group(self) -> list[int]:
-        """World ranks of the members. Built on request, because every rank has options."""
+        """The members' world ranks."""
+        # Built on request, because every rank has options.
         return list(self._group.world_ranks)
 
 
 class SimBackend:
-    """Backend object of a group. Attributes that it lacks are taken from the group.
+    """A group's backend object. All other attributes are the group's.
 
     Args:
-        group: The simulated group that receives the collectives.
-        name: Name of the requested backend, such as `gloo`; `sim` if none was requested.
+        group: The simulated group, which receives the collectives.
+        name: The requested backend, such as `gloo`; `sim` by default.
         timeout: Time-out in `options`.
     """
 
-    # torch reads these before it uses an optional feature.
+    # torch reads these before it uses optional features.
 
     supports_splitting = False
     supports_coalescing = False
@@ -71,7 +72,7 @@ class SimBackend:
     supports_window = False
 
     def __init__(self, group: Members, *, name: str, timeout: timedelta) -> None:
-        # First, because `__getattr__` falls back to it.
+        # First, because `__getattr__` uses it.
         self._group = group
         self._name = name
         self.options = BackendOptions(
@@ -81,13 +82,13 @@ class SimBackend:
         )
 
     def name(self) -> str:
-        """Return the name of the requested backend."""
+        """Return the requested backend's name."""
         return self._name
 
     _get_backend_name = name
 
     def create_device(self, **asked: Any) -> Any:
-        """Return a device for gloo's options. Simulated calls do not use it."""
+        """Return a device for gloo's options, which simulated calls do not use."""
         return ProcessGroupGloo.create_device(**asked)
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
@@ -96,7 +97,7 @@ class SimBackend:
     set_timeout = _set_default_timeout
 
     def __getattr__(self, name: str) -> Any:
-        # Copying and pickling look up these before `__init__` has run, and would recurse.
+        # Copying and pickling look these up before `__init__`, so they would recurse.
         if name.startswith("__") or name == "_group":
             raise AttributeError(name)
         return getattr(self._group, name)
@@ -104,6 +105,6 @@ class SimBackend:
 
 def present_devices() -> list[str]:
     """Return the kinds of device on this machine, the CPU first."""
-    # Only devices that work count, not those that torch was built for.
+    # Only a device that works, not every device that torch was built for.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]

@@ -1,4 +1,4 @@
-"""Interface between process groups and the world, simulated or of real processes."""
+"""Interface of process groups to a world of simulated ranks or of processes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from zero_sim.sim.failures import WorldFailure
 
 
 class Cluster(Protocol):
-    """The services of a world that a process group needs."""
+    """The world's services for process groups."""
 
     def issue(self, group: Group, group_rank: int, call: Call, *, asynchronous: bool) -> Work:
-        """Issue one rank's side of a collective."""
+        """Issue a member's call of a collective."""
         ...
 
     def send(self, group: Group, group_rank: int, peer: int, *, tag: int, tensor: Tensor) -> Work:
@@ -33,7 +33,7 @@ class Cluster(Protocol):
     def join_works(
         self, rank: int, works: Sequence[Any], *, result: Sequence[Any] | None = None
     ) -> Work:
-        """Return a work that is done when all `works` are, with `result` or their results."""
+        """Return a work that is done when all `works` are; by default with all their results."""
         ...
 
     def note_destroyed(self, group: Group, group_rank: int) -> None:
@@ -45,7 +45,7 @@ class Cluster(Protocol):
         ...
 
     def device_kinds(self) -> Sequence[str]:
-        """Return the kinds of device whose memory the world reaches."""
+        """Return the kinds of device whose memory the world can move."""
         ...
 
     def used_after_destroy(self, group: Group, group_rank: int, kind: str) -> WorldFailure:

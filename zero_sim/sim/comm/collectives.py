@@ -1,6 +1,6 @@
-"""Effects of the collectives on data, once all members have called.
+"""Data movement of collectives, once all members have called.
 
-Pure functions of the members' calls in group-rank order. In-place forms, with an output that is a
+Each function takes the members' calls in group-rank order. In-place forms, where an output is a
 view of an input, give the same results as on a device.
 """
 
@@ -19,7 +19,7 @@ from zero_sim.sim.call import SPARSE, Call
 from zero_sim.sim.order import Fold, Order, Stretch
 
 _SMALL_BYTES = 1 << 16
-"""Buffers up to this size are moved whole, in few operations; larger ones chunk by chunk."""
+"""Buffers up to this size move whole, in few operations. Larger buffers move by chunk."""
 
 
 def _is_small(tensor: Tensor) -> bool:
@@ -41,17 +41,17 @@ FOLDS: dict[ReduceOp.RedOpType, Fold] = {
     ReduceOp.BOR: torch.bitwise_or,
     ReduceOp.BXOR: torch.bitwise_xor,
 }
-"""Elementwise combination of two contributions. The order model scales for AVG and PREMUL_SUM."""
+"""Combine two contributions elementwise. `_reduced` scales for AVG and PREMUL_SUM."""
 
 
 def _reduced(
     calls: Sequence[Call], parts: Sequence[Tensor], order: Order, *, at: Stretch
 ) -> Tensor:
-    """Reduce one stretch of all ranks' contributions, each 1D, to new memory of their dtype."""
-    # All members' calls agree in these; the contract has checked it.
+    """Reduce all ranks' contributions to a stretch, each 1D, into new memory of their dtype."""
+    # The contract has checked that all calls agree in these.
     op, dtype, rank_count = calls[0].reduce_op, parts[0].dtype, len(calls)
     assert op is not None
-    # Scaling before the sum: PREMUL_SUM by each rank's factor, AVG in orders of NCCL's ring.
+    # Scale before the sum: PREMUL_SUM by each rank's factor, AVG if the order is NCCL's ring.
     factors: Sequence[float | Tensor] = ()
     if op == ReduceOp.PREMUL_SUM:
         factors = _premul_factors(calls, order)
@@ -62,7 +62,7 @@ def _reduced(
             part * torch.as_tensor(factor, dtype=dtype, device=part.device)
             for part, factor in zip(parts, factors, strict=True)
         ]
-    # [elems] for each rank. With a wider accumulator, the sum is rounded once, below.
+    # [elems] for each rank. A sum in a wider accumulator is rounded once, below.
     accumulator = order.accumulator(dtype)
     total = order.reduce([part.to(accumulator) for part in parts], FOLDS[op], at=at)
     if op == ReduceOp.AVG and order.averaging == "postmultiply":
@@ -74,8 +74,8 @@ def _reduced(
 
 
 def _quotient(total: Tensor, count: int) -> Tensor:
-    """Divide by `count` exactly, in fp32 for 16-bit data."""
-    # By a 0D tensor: CUDA turns division by a number into multiplication by 1 / count.
+    """Divide by `count` with a true division, in fp32 for 16-bit data."""
+    # By a 0D tensor, because CUDA turns a division by a number into a multiplication.
     wide = total.to(torch.float32) if total.element_size() == 2 else total
     return wide.div_(torch.full((), count, dtype=wide.dtype, device=wide.device)).to(total.dtype)
 
@@ -85,7 +85,7 @@ def _divides(op: ReduceOp.RedOpType, order: Order) -> bool:
 
 
 def _reciprocal(count: int, dtype: torch.dtype) -> Tensor:
-    """Return 1 / `count` as a 0D tensor, rounded to fp32 before a narrower dtype."""
+    """Return 1 / `count` as a 0D tensor, for a narrow dtype rounded to fp32 first."""
     if dtype == torch.float64:
         return torch.tensor(1.0 / count, dtype=dtype)
     return torch.tensor(1.0 / count, dtype=torch.float32).to(dtype)
@@ -104,7 +104,7 @@ def _premul_factors(calls: Sequence[Call], order: Order) -> list[float | Tensor]
 
 
 def _entries(calls: Sequence[Call]) -> Iterator[tuple[int, Stretch]]:
-    """Yield index and position of each tensor of a call that may be coalesced."""
+    """Yield each tensor's index and position in a call that may be coalesced."""
     first = calls[0]
     sizes = [tensor.numel() for tensor in first.inputs]
     for i, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
@@ -121,7 +121,7 @@ def _write(output: Tensor, value: Tensor) -> None:
 
 
 def all_reduce(calls: Sequence[Call], order: Order) -> None:
-    """Replace every rank's tensors by the reduction over all ranks, entry by entry."""
+    """Replace every rank's tensors by their reductions over all ranks."""
     for i, at in _entries(calls):
         total = _reduced(calls, [call.inputs[i].reshape(-1) for call in calls], order, at=at)
         for call in calls:
@@ -129,11 +129,9 @@ def all_reduce(calls: Sequence[Call], order: Order) -> None:
 
 
 def all_reduce_sparse(calls: Sequence[Call], order: Order) -> None:
-    """Replace every rank's sparse tensor by the coalesced sum over all ranks, in rank order.
-
-    As in gloo, indices and values are gathered and each rank adds them alike. So orders of
-    reductions do not apply.
-    """
+    """Replace every rank's sparse tensor by the coalesced sum over all ranks, in rank order."""
+    # In gloo, each rank gathers indices and values and adds them in rank order. So `order` does not
+    # apply.
     total = calls[0].inputs[0].clone()
     for call in calls[1:]:
         total = total + call.inputs[0]
@@ -143,7 +141,7 @@ def all_reduce_sparse(calls: Sequence[Call], order: Order) -> None:
 
 
 def reduce(calls: Sequence[Call], order: Order) -> None:
-    """Reduce like `all_reduce`, but write the root's tensor only."""
+    """Reduce like `all_reduce`, but only write the root's tensor."""
     parts, root = [call.inputs[0].reshape(-1) for call in calls], calls[0].root
     elems = parts[0].numel()
     at = Stretch(kind="reduce", buffer_elems=elems, call_elems=elems, destination=root)
@@ -151,10 +149,10 @@ def reduce(calls: Sequence[Call], order: Order) -> None:
 
 
 def reduce_scatter(calls: Sequence[Call], order: Order) -> None:
-    """Flat forms: reduce chunk `r` of all inputs into rank `r`'s output, entry by entry."""
+    """Flat forms: reduce chunk `r` of all inputs into rank `r`'s output, for each entry."""
     first = calls[0]
     for i, at in _entries(calls):
-        # Without positions the order is the same for all chunks, so one reduction serves all ranks.
+        # If the order is the same for all chunks, reduce the whole buffer once.
         if _is_small(first.inputs[i]) and not order.positional:
             total = _reduced(calls, [call.inputs[i].reshape(-1) for call in calls], order, at=at)
             rows = total.view(len(calls), first.outputs[i].numel())
@@ -165,7 +163,7 @@ def reduce_scatter(calls: Sequence[Call], order: Order) -> None:
 
 
 def _reduce_scatter_by_chunk(calls: Sequence[Call], i: int, order: Order, *, at: Stretch) -> None:
-    # Per rank: [ranks, elems of the output].
+    # For each rank: [ranks, output elems].
     world_size = len(calls)
     chunked = [call.inputs[i].reshape(world_size, call.outputs[i].numel()) for call in calls]
     in_place = all(_in_place(call.inputs[i], call.outputs[i], r) for r, call in enumerate(calls))
@@ -177,17 +175,16 @@ def _reduce_scatter_by_chunk(calls: Sequence[Call], i: int, order: Order, *, at:
         if in_place:
             _write(call.outputs[i], total)
         else:
-            # Another rank's chunk may still be read from this memory, so write after all
-            # reductions.
+            # This memory may hold inputs for other chunks, so write after all reductions.
             late.append((call.outputs[i], total))
     for output, total in late:
         _write(output, total)
 
 
 def _in_place(whole: Tensor, part: Tensor, chunk: int) -> bool:
-    """Return True if chunks can be written one by one, which saves a copy of the whole buffer.
+    """Return True if `part` is this chunk of `whole`, or has another storage, as NCCL allows.
 
-    NCCL allows the same: `part` is that chunk of `whole`, or does not share its storage.
+    Then chunks can be written one after another, without a copy of the whole buffer.
     """
     if whole.untyped_storage().data_ptr() != part.untyped_storage().data_ptr():
         return True
@@ -206,7 +203,7 @@ def reduce_scatter_list(calls: Sequence[Call], order: Order) -> None:
             calls,
             [call.inputs[r].reshape(-1) for call in calls],
             order,
-            # Each entry is a call of its own; see `order_backends`, [Note: gloo].
+            # Each entry is reduced like a separate call; see `order_backends`, [Note: gloo].
             at=replace(at, call_elems=at.buffer_elems, call_start=0, destination=r),
         )
         for r, at in _entries(calls)
@@ -216,7 +213,7 @@ def reduce_scatter_list(calls: Sequence[Call], order: Order) -> None:
 
 
 def all_gather(calls: Sequence[Call], order: Order) -> None:
-    """Flat forms: fill every output with the ranks' inputs in rank order, entry by entry."""
+    """Flat forms: fill every output with the ranks' inputs in rank order, for each entry."""
     for i in range(len(calls[0].inputs)):
         # [elems] for each rank.
         values = [call.inputs[i].reshape(-1) for call in calls]
@@ -230,12 +227,12 @@ def all_gather(calls: Sequence[Call], order: Order) -> None:
 
 
 def _all_gather_by_chunk(values: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    # A rank's input may lie in an output, at another rank's place: copy before anything is written.
+    # An input may lie in an output, in another rank's chunk. Then copy it before any write.
     if not all(_in_place(outputs[r], value, r) for r, value in enumerate(values)):
         values = [value.clone() for value in values]
     for output in outputs:
         for row, value in zip(output.view(len(values), -1), values, strict=True):
-            # The own part of an in-place all-gather.
+            # Equal for a rank's own chunk in an in-place all-gather.
             if row.data_ptr() != value.data_ptr():
                 row.copy_(value)
 
@@ -284,8 +281,8 @@ def all_to_all_list(calls: Sequence[Call], order: Order) -> None:
 
 
 def all_to_all_flat(calls: Sequence[Call], order: Order) -> None:
-    """Exchange like the list form, with lists cut from the first dim of one tensor each."""
-    # Splits count rows of dim 0.
+    """Exchange like the list form, but with lists cut from a tensor's dim 0."""
+    # Splits count rows.
     rows = [
         [part.clone() for part in call.inputs[0].split(list(call.input_splits))] for call in calls
     ]
@@ -295,11 +292,11 @@ def all_to_all_flat(calls: Sequence[Call], order: Order) -> None:
 
 
 def barrier(calls: Sequence[Call], order: Order) -> None:
-    """Move no data: a barrier only brings the ranks together."""
+    """Move no data, because a barrier only brings the ranks together."""
 
 
 def message(calls: Sequence[Call], order: Order) -> None:
-    """Copy a send's tensor into its receive's."""
+    """Copy a send's tensor into the receive's tensor."""
     send, receive = calls
     _write(receive.outputs[0], send.inputs[0])
 
@@ -320,4 +317,4 @@ PERFORM: dict[str, Callable[[Sequence[Call], Order], None]] = {
     "barrier": barrier,
     "send": message,
 }
-"""Functions that move the data, by the kind of the first member's call; a message's is `send`."""
+"""Functions that move the data, by the kind of the first call. In a message, that is `send`."""

@@ -1,4 +1,4 @@
-"""Tensors as plain memory, the way a backend sees a program's tensors."""
+"""Tensors as plain memory, without autograd and wrappers, as a backend sees them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from zero_sim.sim.roles import written_tensors
 _PLAIN = (Tensor, Parameter)
 
 
-# [Note: memory alone] On a device, a collective writes memory and neither sees nor disturbs
-# autograd. So it gets tensors on the same memory that are no views, require no gradient and have
-# version counters of their own. Inference tensors are written in inference mode.
+# [Note: memory alone] On a device, a collective writes memory and does not affect autograd. So it
+# gets tensors on the same memory that are no views, require no gradient and have their own version
+# counters. Inference tensors are written in inference mode.
 def memory_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the tensors as plain memory, sparse ones unchanged; see [Note: memory alone]."""
+    """Return dense tensors as plain memory, sparse tensors unchanged; see [Note: memory alone]."""
     return [tensor if tensor.is_sparse else tensor.data for tensor in tensors]
 
 
 def storages_of(tensors: Sequence[Tensor]) -> set[int]:
-    """Return keys that identify the storages of the tensors."""
+    """Return keys that identify the tensors' storages."""
     return {tensor.untyped_storage()._cdata for tensor in tensors if not tensor.is_sparse}
 
 
@@ -34,15 +34,15 @@ def is_plain(tensors: Sequence[Tensor]) -> bool:
     return all(type(tensor) in _PLAIN or not has_own_dispatch(type(tensor)) for tensor in tensors)
 
 
-# [Note: tensors of tensors] Torch passes a call to a class that wraps tensors instead of to the
-# backend. Such a class runs the collective once for each tensor inside.
+# [Note: tensors of tensors] If an argument wraps tensors, torch passes the call to the wrapper's
+# class instead of the backend. Such a class runs the collective once for each tensor inside.
 def inner_calls(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> Iterator[tuple[Sequence[Tensor], Sequence[Tensor]]]:
-    """Yield inputs and outputs of each call on inner tensors; see [Note: tensors of tensors].
+    """Yield inputs and outputs for each call on inner tensors; see [Note: tensors of tensors].
 
     Raises:
-        TypeError: The tensors wrap different numbers of tensors.
+        TypeError: The arguments wrap different numbers of tensors.
     """
     unwrapped = [inner_tensors(tensor) for tensor in [*inputs, *outputs]]
     counts = [len(each) for each in unwrapped]
@@ -52,7 +52,7 @@ def inner_calls(
             for tensor, count in zip([*inputs, *outputs], counts, strict=True)
         )
         raise TypeError(
-            "expected the tensors of one collective to wrap equally many tensors each, got "
+            "expected all tensors of a collective to wrap the same number of tensors, got "
             f"{names}. Pass the tensors inside."
         )
     for index in range(counts[0]):
@@ -62,7 +62,7 @@ def inner_calls(
 
 
 def inner_tensors(tensor: Any) -> list[Tensor]:
-    """Return the plain tensors inside of a wrapper, outermost first; for a plain tensor, itself.
+    """Return the plain tensors inside a wrapper, outermost first. A plain tensor returns itself.
 
     Raises:
         TypeError: The wrapper's class has no `__tensor_flatten__`.
@@ -70,11 +70,11 @@ def inner_tensors(tensor: Any) -> list[Tensor]:
     if is_plain([tensor]):
         return [tensor]
     if hasattr(tensor, "trigger_wait"):
-        # The result of a functional collective. Its first use waits for it.
+        # A functional collective's result. Its first use waits for it.
         return inner_tensors(tensor.trigger_wait())
     if not hasattr(tensor, "__tensor_flatten__"):
         raise TypeError(
-            f"expected tensors, or wrappers that name theirs by `__tensor_flatten__`, got "
+            f"expected a tensor, or a wrapper with `__tensor_flatten__`, got "
             f"{type(tensor).__name__}. Pass the tensors inside."
         )
     names, _ = tensor.__tensor_flatten__()
@@ -82,12 +82,12 @@ def inner_tensors(tensor: Any) -> list[Tensor]:
 
 
 def check_writable(call: Call, *, group_rank: int) -> None:
-    """Check that a call writes no memory twice through one tensor.
+    """Check that the elements of each tensor that a call writes have different addresses.
 
     Raises:
-        RuntimeError: Several elements share one location. Has torch's message, because torch's copy
-            would raise it in the thread of whichever rank moves the data.
+        RuntimeError: Several elements share an address. Has torch's message.
     """
+    # Here, because torch's copy would raise in the thread of the rank that moves the data.
     for tensor in written_tensors(call, group_rank=group_rank):
         # torch returns 1 if an overlap is certain, and 2 if it cannot decide.
         if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1:
@@ -100,7 +100,7 @@ def check_writable(call: Call, *, group_rank: int) -> None:
 
 
 def count_holders(tensor: Tensor) -> int:
-    """Return the number of tensors on this tensor's memory, itself included."""
+    """Return the number of tensors that share this tensor's storage, itself included."""
     storage = tensor.untyped_storage()
     # `storage` itself holds one reference.
     return torch._C._storage_Use_Count(storage._cdata) - 1  # pyrefly: ignore [missing-attribute]

@@ -1,4 +1,4 @@
-"""Planned faults in the data of a collective."""
+"""Planned faults in a collective's data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zero_sim.sim.order import Order
 _INT_OF = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 _WRITTEN_IN_PLACE = ("all_reduce", "reduce", "broadcast")
 _GATHERS = ("all_gather", "all_gather_list", "gather")
-# Reductions in which a contribution that counts twice changes nothing.
+# In these reductions, a duplicated contribution changes nothing.
 _IDEMPOTENT = (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR)
 
 
@@ -29,7 +29,7 @@ def perform_with_faults(
 
     Args:
         calls: The members' calls in group-rank order.
-        order: Order model of the reductions.
+        order: Summation order.
         due_faults: The faults, by the member's group rank.
     """
     faulty = _FaultyCalls(calls, due_faults)
@@ -37,29 +37,23 @@ def perform_with_faults(
     faulty.deliver()
 
 
-# [Note: the message, not the memory] A fault on the sending side acts on a copy, which the
-# collective reads. The rank's own memory keeps the program's values. The collective's results for
-# that rank are still written. The exception is the rank's own part of a gather: it never travels,
-# so it keeps the program's values.
+# [Note: the message, not the memory] A fault on the sending side changes a copy, which the
+# collective reads. The rank's own memory keeps the program's values, and still receives the
+# results. A rank's own part of a gather never travels, so it keeps the program's values too.
 class _FaultyCalls:
-    """The calls of one collective as the network carries them.
-
-    Args:
-        calls: The members' calls in group-rank order.
-        due_faults: The due faults, by the member's group rank.
-    """
+    """A collective's calls with the data that the network carries."""
 
     def __init__(self, calls: Sequence[Call], due_faults: Mapping[int, Sequence[DueFault]]) -> None:
         self._given = calls
         self._due = due_faults
         self._kept: dict[int, list[Tensor]] = {}
         self.calls = list(calls)
-        """Calls for the collective, with copies in place of faulty inputs."""
+        """The calls, with copies in place of faulty inputs."""
         for member, due in self._due_faults("send"):
             self._send(member, due)
 
     def deliver(self) -> None:
-        """After the collective: restore the ranks' own parts, and corrupt received data."""
+        """Restore the ranks' own parts and corrupt received data, after the collective."""
         for member in self._kept:
             self._give_back(member)
         for member, due in self._due_faults("receive"):
@@ -77,7 +71,7 @@ class _FaultyCalls:
 
     def _send(self, member: int, due: DueFault) -> None:
         call = self._given[member]
-        # Members that are not the root have tensors in a broadcast, but send nothing.
+        # In a broadcast, members other than the root pass tensors too, but send nothing.
         if call.kind in ("broadcast", "scatter") and member != call.root:
             due.missed(f"a rank that is not the root sends nothing in a {call.kind}")
         elif not sum(tensor.numel() for tensor in call.inputs):
@@ -87,7 +81,7 @@ class _FaultyCalls:
         elif due.fault.kind == "drop":
             for tensor in self._stand_in(member):
                 tensor.copy_(_nothing(call, tensor))
-            due.fired("what the rank sends is lost")
+            due.fired("the data that the rank sends is lost")
         else:
             self._duplicate(member, due)
 
@@ -98,25 +92,25 @@ class _FaultyCalls:
             for tensor in [] if op in _IDEMPOTENT else self._stand_in(member):
                 _combine(op, tensor)
             nothing = ", which changes nothing" if op in _IDEMPOTENT else ""
-            due.fired(f"what the rank sends counts twice in the {op.name}{nothing}")
+            due.fired(f"the data that the rank sends counts twice in the {op.name}{nothing}")
         elif call.kind not in _GATHERS:
             due.missed(f"nothing can count twice in a {call.kind}")
         elif [t.shape for t in call.inputs] != [t.shape for t in self._given[following].inputs]:
-            due.missed("what the next rank sends is of another size")
+            due.missed("the next rank sends data of another size")
         elif following == member:
-            due.missed("there is no next rank in a group of one")
+            due.missed("a group with a single member has no next rank")
         else:
             # The next rank's message is replaced, so this rank's data arrives twice.
             mine = self.calls[member].inputs
             for tensor, other in zip(mine, self._stand_in(following), strict=True):
                 other.copy_(tensor)
-            due.fired("what the rank sends arrives in the next rank's place too")
+            due.fired("the data that the rank sends also replaces the next rank's")
 
     def _stand_in(self, member: int) -> Sequence[Tensor]:
-        """Return copies that are sent instead of the rank's tensors."""
+        """Return copies that the collective sends instead of the rank's tensors."""
         if member not in self._kept:
             call = self._given[member]
-            # One copy for restoring and one to send: the collective may write into the latter.
+            # Two copies, because the collective may write into the copy that it sends.
             self._kept[member] = [tensor.clone() for tensor in call.inputs]
             inputs = [tensor.clone() for tensor in call.inputs]
             self.calls[member] = replace(call, inputs=inputs)
@@ -126,7 +120,7 @@ class _FaultyCalls:
         call, kept, count = self._given[member], self._kept[member], len(self._given)
         # See [Note: the message, not the memory]; `kept` has the program's values.
         if call.kind in _WRITTEN_IN_PLACE:
-            # Inputs are outputs here, and the collective wrote into the copies.
+            # The collective wrote its results into the copies.
             if _received(call, member):
                 for tensor, written in zip(call.inputs, self.calls[member].inputs, strict=True):
                     tensor.copy_(written)
@@ -146,7 +140,7 @@ class _FaultyCalls:
 
 
 def _received(call: Call, member: int) -> Sequence[Tensor]:
-    """Return the tensors that a member receives into; none if it only sends."""
+    """Return the tensors into which a member receives; empty if it only sends."""
     if call.kind == "broadcast":
         return () if member == call.root else call.inputs
     if call.kind == "reduce":
@@ -155,7 +149,7 @@ def _received(call: Call, member: int) -> Sequence[Tensor]:
 
 
 def _nothing(call: Call, tensor: Tensor) -> Tensor:
-    """Return the neutral element of the reduction; zeros for other collectives."""
+    """Return the reduction's neutral element; zeros for other collectives."""
     op = call.reduce_op
     if op == ReduceOp.PRODUCT:
         return torch.ones_like(tensor)
@@ -182,7 +176,7 @@ def _combine(op: ReduceOp.RedOpType, tensor: Tensor) -> None:
 
 
 def _flip(due: DueFault, call: Call, tensors: Sequence[Tensor], *, verb: str) -> None:
-    """Flip one bit of one element, as given or drawn."""
+    """Flip a bit of an element. Draw both unless the fault gives them."""
     fault, drawn = due.fault, due.random
     stops = list(itertools.accumulate(tensor.numel() for tensor in tensors))
     count = stops[-1] if stops else 0
@@ -192,19 +186,19 @@ def _flip(due: DueFault, call: Call, tensors: Sequence[Tensor], *, verb: str) ->
     # Drawn over all elements of the call, one tensor after another.
     element = drawn.randrange(count) if fault.element is None else fault.element
     if element >= count:
-        due.missed(f"the rank {verb} only {count} elements, so there is none with index {element}")
+        due.missed(f"the rank {verb} only {count} elements, so index {element} does not exist")
         return
     which = next(i for i, stop in enumerate(stops) if element < stop)
     tensor, offset = tensors[which], element - (stops[which - 1] if which else 0)
-    # A bool has one meaningful bit: other values of its byte are not valid.
+    # A bool has a single meaningful bit, because its byte must be 0 or 1.
     bits = 1 if tensor.dtype == torch.bool else 8 * tensor.element_size()
     bit = drawn.randrange(bits) if fault.bit is None else fault.bit
     if bit >= bits or tensor.element_size() not in _INT_OF:
-        due.missed(f"bit {bit} is not one of the {bits} bits of a {tensor.dtype}")
+        due.missed(f"bit {bit} of a {bits}-bit {tensor.dtype} cannot be flipped")
         return
     value = tensor.detach().reshape(-1)[offset : offset + 1].clone()
     before = value.item()
-    # The sign bit as a signed integer: 1 << 63 does not fit into int64.
+    # Negative for the sign bit, because 1 << 63 does not fit into int64.
     mask = -(1 << bit) if bit == bits - 1 > 0 else 1 << bit
     value.view(_INT_OF[tensor.element_size()]).bitwise_xor_(mask)
     _write_part(tensor.detach(), offset, value)
@@ -212,9 +206,9 @@ def _flip(due: DueFault, call: Call, tensors: Sequence[Tensor], *, verb: str) ->
 
 
 def _write_part(tensor: Tensor, start: int, part: Tensor) -> None:
-    """Write consecutive elements, counted in the tensor's logical order."""
+    """Write consecutive elements, in the tensor's logical order."""
     flat = tensor.reshape(-1)
     flat[start : start + part.numel()] = part.reshape(-1)
-    # `reshape` copies tensors that are not contiguous, so the copy is written back.
+    # `reshape` copied a tensor that is not contiguous, so write the copy back.
     if flat.data_ptr() != tensor.data_ptr():
         tensor.copy_(flat.view(tensor.shape))

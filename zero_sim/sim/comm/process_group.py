@@ -1,4 +1,4 @@
-"""The process group that torch.distributed calls. Each method becomes a `Call`."""
+"""The process group that torch.distributed calls. Each method makes a `Call`."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def _asynchronous(opts: Any) -> bool:
 
 
 _OF_TORCH = ("gloo", "nccl", "mpi", "ucc", "xccl", "threaded")
-"""Backends with a name of their own in torch."""
+"""Backends whose name torch knows."""
 
 
 class SimProcessGroup(ProcessGroup):
-    """One member's view of a group of simulated ranks."""
+    """A member's view of a group of simulated ranks."""
 
     def __init__(self, cluster: Cluster, group: Group, group_rank: int) -> None:
         # torch's stub lacks the constructor for subclasses, (rank, size).
@@ -72,18 +72,18 @@ class SimProcessGroup(ProcessGroup):
         self._group_rank = group_rank
         # None outside of `_start_coalescing` and `_end_coalescing`.
         self._coalescing: list[Work] | None = None
-        # Set by `shutdown`; the object outlives the group in a program's hands.
+        # Set by `shutdown`, because a program may keep the object after that.
         self._destroyed = False
         self._store: Store | None = None
         self.ask_for("sim")
 
     def size(self) -> int:
-        """Number of members."""
+        """Return the number of members."""
         return len(self._group.ranks)
 
     @property
     def world_ranks(self) -> tuple[int, ...]:
-        """World ranks of the members, in group-rank order."""
+        """The members' world ranks, in group-rank order."""
         return self._group.ranks
 
     @property
@@ -96,7 +96,7 @@ class SimProcessGroup(ProcessGroup):
         return "sim"
 
     def name(self) -> str:
-        """Return the requested backend's name; `custom` for third-party backends, as torch does."""
+        """Return the requested backend's name; `custom` for third-party backends, as in torch."""
         name = self._backend.name()
         return name if name in _OF_TORCH else "custom"
 
@@ -115,11 +115,11 @@ class SimProcessGroup(ProcessGroup):
         return self._group.name
 
     def ask_for(self, backend: str, *, timeout: timedelta | None = None) -> None:
-        """Note the requested backend, whose name and options this group then has.
+        """Give this group the name and options of the backend that the program requested.
 
         Args:
-            backend: Its name, such as `gloo`.
-            timeout: Time-out of its calls; None for gloo's default.
+            backend: Name, such as `gloo`.
+            timeout: Time-out for calls; None for gloo's default.
         """
         self._backend = SimBackend(self, name=backend, timeout=timeout or DEFAULT_TIMEOUT)
 
@@ -131,7 +131,7 @@ class SimProcessGroup(ProcessGroup):
         self._backend._set_default_timeout(timeout)
 
     def _get_backend(self, device: torch.device) -> SimBackend:
-        # torch's message and error type, for programs that expect them.
+        # torch's message and error type, because programs may expect them.
         kinds = [each.type for each in self._device_types]
         if torch.device(device).type not in kinds:
             raise RuntimeError(
@@ -146,11 +146,11 @@ class SimProcessGroup(ProcessGroup):
 
     @property
     def options(self) -> Any:
-        """Options of the backend."""
+        """The backend's options."""
         return self._backend.options
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time-out of barriers."""
+        """Set the time-out for barriers."""
         self._backend.set_timeout(timeout)
 
     def get_group_store(self) -> Store | None:
@@ -165,13 +165,13 @@ class SimProcessGroup(ProcessGroup):
         return self._group.issued_by(self._group_rank)
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: all members count their calls from 0."""
+        """Do nothing, because all members count their calls from 0."""
 
     def _wait_for_pending_works(self) -> None:
-        """Do nothing: each work is waited for by its owner."""
+        """Do nothing, because the owner of each work waits for it."""
 
     def split_group(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: it splits a communicator of NCCL, which a simulated group does not have.
+        """Refuse, because only NCCL can split a communicator.
 
         Raises:
             UsageError: Always.
@@ -189,7 +189,7 @@ class SimProcessGroup(ProcessGroup):
         self._cluster.note_destroyed(self._group, self._group_rank)
 
     def abort(self) -> None:
-        """Leave the group at once. There is no communication to abort."""
+        """Note the abort. No communication has to be aborted."""
         self._cluster.note_aborted(self._group, self._group_rank)
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -214,10 +214,10 @@ class SimProcessGroup(ProcessGroup):
         works: list[Work] = []
         used: set[int] = set()
         for each_inputs, each_outputs in inner_calls(inputs, outputs):
-            # Two calls in flight must not share memory; the race detector would report it.
             storages = storages_of([*each_inputs, *each_outputs])
             if used & storages:
-                # A wrapper that holds one plain tensor twice.
+                # A wrapper may hold the same tensor twice, but calls in flight must not share
+                # memory.
                 works[-1].wait()
             used |= storages
             works.append(self._issue_plain(kind, opts, each_inputs, each_outputs, **parts))
@@ -231,7 +231,7 @@ class SimProcessGroup(ProcessGroup):
         outputs: Sequence[Tensor],
         **parts: Any,
     ) -> Work:
-        # Errors show the program's call site, not that of torch's wrapper.
+        # Errors show the program's call site, not torch's wrapper.
         file, line = call_site()
         call = Call(
             kind=kind,
@@ -242,14 +242,13 @@ class SimProcessGroup(ProcessGroup):
             line=line,
             **parts,
         )
-        # Strict groups refuse such tensors in the contract, with both ranks' sites.
+        # In strict groups, the contract refuses such tensors and names both ranks' call sites.
         if not self._group.strict:
             check_writable(call, group_rank=self._group_rank)
         asynchronous = _asynchronous(opts)
         return self._cluster.issue(self._group, self._group_rank, call, asynchronous=asynchronous)
 
     def _join(self, works: Sequence[Work]) -> Work:
-        """Join several works into one."""
         if len(works) == 1:
             return works[0]
         return self._cluster.join_works(self._group.ranks[self._group_rank], works)
@@ -271,7 +270,7 @@ class SimProcessGroup(ProcessGroup):
         *,
         op: Any = None,
     ) -> Work:
-        """Reduce in place. The C++ reducer of DistributedDataParallel calls this too."""
+        """Reduce in place. DistributedDataParallel's C++ reducer calls this too."""
         tensors, opts = as_list(tensors), opts if op is None else op
         check_some("allreduce", tensors)
         check_alike("allreduce", tensors)
@@ -287,7 +286,7 @@ class SimProcessGroup(ProcessGroup):
         """Run several all-reduces as one call."""
         check_coalesced("allreduce_coalesced", tensors)
         if not self._group.strict:
-            # gloo reduces copies, so a tensor may be in the list twice.
+            # gloo reduces copies, so the list may contain a tensor twice.
             first = {id(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
             tensors = [
                 tensor if first[id(tensor)] == index else tensor.detach().clone()
@@ -347,7 +346,7 @@ class SimProcessGroup(ProcessGroup):
         check_dense("broadcast", tensors)
         if len(tensors) == 1:
             return self._issue("broadcast", opts, tensors, root=chosen)
-        # Several tensors: the root's chosen tensor goes first, then the result is copied.
+        # Several tensors: broadcast the first, after the root has copied its chosen tensor there.
         if chosen == self._group_rank:
             tensor_lists.spread(tensors[root_tensor_of(rooted)], tensors[:1])
         work = self._issue("broadcast", opts, tensors[:1], root=chosen)
@@ -374,7 +373,6 @@ class SimProcessGroup(ProcessGroup):
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Flat form: reduce chunk `r` of all inputs into rank `r`'s `output`."""
-        # A single call is a coalesced call with one entry.
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     # [Note: two spellings] torch 2.13 calls `all_gather_single`, `reduce_scatter_single`,
@@ -410,7 +408,7 @@ class SimProcessGroup(ProcessGroup):
         work = self._issue("all_gather_list", opts, inputs, outputs=first)
 
         def bring() -> None:
-            # Every row gets all results, so entries at one place of the rows are equal.
+            # Every row gets all results, so all rows are equal.
             for places in zip(*rows, strict=True):
                 tensor_lists.spread(places[0], places)
 
@@ -426,7 +424,6 @@ class SimProcessGroup(ProcessGroup):
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Flat form: fill `output` with the ranks' inputs in rank order."""
-        # A single call is a coalesced call with one entry.
         return self.all_gather_single_coalesced([output], [input], opts)
 
     _allgather_base = all_gather_single
@@ -479,7 +476,7 @@ class SimProcessGroup(ProcessGroup):
     def _rows_of_root(
         self, method: str, rows: Sequence[Sequence[Tensor]], root: int, *, side: str
     ) -> Sequence[Tensor]:
-        """Return the root's list of a gather or scatter; empty on other ranks."""
+        """Return the root's tensors for a gather or scatter; empty on other ranks."""
         if self._group_rank == root:
             check_rows(method, rows, side=side, size=self.size())
             return rows[0]
@@ -501,10 +498,10 @@ class SimProcessGroup(ProcessGroup):
         input_splits: list[int] | Tensor,
         opts: Any = None,
     ) -> Work:
-        """Exchange row ranges of one tensor each, like `alltoall`. Empty splits mean even ones."""
+        """Exchange rows of a tensor, like `alltoall`. Empty splits mean equal splits."""
         check_dense("alltoall_base", [output, input])
         if not self._group.strict:
-            # As gloo, which accepts non-contiguous tensors in all other calls.
+            # Like gloo, which accepts non-contiguous tensors in all other calls.
             check_contiguous("all_to_all", [output, input])
         return self._issue(
             "all_to_all",
@@ -519,13 +516,13 @@ class SimProcessGroup(ProcessGroup):
 
     def _even_rows(self, tensor: Tensor) -> list[int]:
         rows = tensor.shape[0] if tensor.dim() else 0
-        # Rows that do not divide evenly make one split, which the contract refuses by its count.
+        # If the rows do not divide evenly, return a single split, whose count the contract refuses.
         share, left = divmod(rows, self.size())
         return [share] * self.size() if left == 0 else [rows]
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
-        """Wait for all members, within the time-out of the call, or else of the group."""
-        # Direct calls pass the time-out, torch passes it in the options.
+        """Wait for all members. The call's time-out applies; without one, the group's."""
+        # Direct calls pass the time-out itself, torch passes options.
         seconds = seconds_of(timeout) or seconds_of(getattr(opts, "timeout", None))
         return self._come_together(opts, seconds or seconds_of(self._backend.options._timeout))
 
@@ -533,14 +530,14 @@ class SimProcessGroup(ProcessGroup):
         return self._issue("barrier", opts, [], timeout_seconds=seconds)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all members, within the time-out of rank 0. Its error names absent ranks.
+        """Wait for all members. Rank 0's error names absent ranks.
 
         Raises:
             BadArgument: The time-out is zero or negative.
-            TimedOut: Not all members came in time.
+            TimedOut: A member came too late.
         """
         check_monitored(timeout, group_rank=self._group_rank)
-        # Only rank 0 has a time-out in gloo: it waits for the others, which wait for it.
+        # In gloo, only rank 0 has a time-out. It waits for the others, and they wait for it.
         seconds = None if self._group_rank else seconds_of(timeout)
         try:
             self._come_together(None, seconds).wait()
@@ -553,7 +550,7 @@ class SimProcessGroup(ProcessGroup):
             ) from None
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work:
-        """Send to a member. Done when the receive is posted, as with NCCL."""
+        """Send to a member. As with NCCL, a send is done when its receive is posted."""
         return self._exchange("send", tensors, dst, tag)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> Work:
@@ -566,10 +563,10 @@ class SimProcessGroup(ProcessGroup):
 
     def _exchange(self, kind: str, tensors: list[Tensor], peer: int | None, tag: int) -> Work:
         self._check_open(kind)
-        # Messages have one tensor; torch's binding takes a list.
+        # torch's binding takes a list, but messages have a single tensor.
         (tensor,) = tensors
         works = []
-        # A wrapper sends one message for each tensor inside.
+        # A wrapper sends a message for each tensor inside.
         for part in memory_of(inner_tensors(tensor)):
             place = (self._group, self._group_rank)
             if kind == "send":

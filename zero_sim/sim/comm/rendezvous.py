@@ -1,4 +1,4 @@
-"""Rendezvous of ranks: groups, their collectives, and messages between two ranks."""
+"""Rendezvous of ranks: groups, their collectives, and point-to-point messages."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from zero_sim.sim.failures import TimedOut
 from zero_sim.sim.faults import DueFault
 
 DEFAULT_GROUP = "0"
-"""Name of the group of all ranks."""
+"""Name of the default group, which contains all ranks."""
 
 _NO_FAULTS: Mapping[int, Sequence[DueFault]] = MappingProxyType({})
 
 
 class Collective:
-    """One collective of one group. It is open until all members have called, then performed."""
+    """A group's collective. It is open until all members have called, then performed."""
 
     __slots__ = (
         "calls",
@@ -37,43 +37,43 @@ class Collective:
     )
 
     joins = None
-    """None, because all members share one collective."""
+    """None, because all members share this object."""
 
     def __init__(self, group: Group, sequence: int, *, kind: str) -> None:
         self.group = group
         self.kind = kind
         self.sequence = sequence
-        # By group rank; None for members that have not called.
+        # Indexed by group rank; None for members that have not called.
         self.calls: list[Call | None] = [None] * len(group.ranks)
         self.signatures: list[Signature | None] = [None] * len(group.ranks)
         self.due_faults = _NO_FAULTS
-        """Planned faults in the data, by the member's group rank."""
+        """Planned faults in the data, by group rank."""
         self.missing_count = len(group.ranks)
         self.done = False
         self.given_up: TimedOut | None = None
-        """Time-out of a member that stopped waiting. The collective then never completes."""
+        """Time-out of a member that gave up. Then the collective never completes."""
         # True if two members passed different offsets; see `SwapWatch`.
         self.shifted = False
         self.waiters: list[int] = []
 
     @property
     def name(self) -> str:
-        """Number and group, for messages."""
+        """Name for messages, such as `collective #3 of group world`."""
         return f"collective #{self.sequence} of group {self.group.label}"
 
     @property
     def doing(self) -> str:
-        """The wait in words, for the deadlock table."""
+        """Description of the wait, for the deadlock table."""
         return f"waits in {self.what}"
 
     @property
     def what(self) -> str:
-        """The operation in words."""
+        """Name of the operation, such as `all_gather #3 of group world`."""
         return f"{self.kind} #{self.sequence} of group {self.group.label}"
 
     @property
     def key(self) -> str:
-        """Unique name among the operations of a run, independent of the schedule."""
+        """Name that is unique in a run and independent of the schedule."""
         return f"{self.group.name}|{self.sequence}"
 
     @property
@@ -83,7 +83,7 @@ class Collective:
 
     @property
     def strict(self) -> bool:
-        """Strictness of the group."""
+        """True if the group is strict."""
         return self.group.strict
 
     @property
@@ -109,11 +109,11 @@ class Collective:
             True if all members have called now.
 
         Raises:
-            ContractViolation: The call is wrong by itself or conflicts with another member's.
+            ContractViolation: The call is wrong by itself, or conflicts with another member's call.
         """
         group, ranks = self.group, self.group.ranks
         signature = check_call(call, group_rank=group_rank, ranks=ranks, strict=group.strict)
-        # Comparing with one earlier call is enough, because all earlier ones agree with each other.
+        # Compare with the first call only, because all earlier calls agree with each other.
         for other, first in enumerate(self.calls):
             earlier = self.signatures[other]
             if first is not None and earlier is not None:
@@ -134,7 +134,7 @@ class Collective:
         if self.missing_count:
             return False
         calls = self.members
-        # Sizes per rank can only be compared once all members have called.
+        # Sizes that may differ by rank can only be compared once all members have called.
         if call.kind in FREE_SIZES:
             fitting.check_all(calls, ranks=ranks, what=self.name, strict=group.strict)
         if self.shifted and group.strict:
@@ -148,12 +148,12 @@ class Collective:
     def conclude(self) -> None:
         """Note that the data has moved."""
         self.done = True
-        # Tensors kept here would keep the ranks' memory alive.
+        # References to tensors would keep the ranks' memory alive.
         self.calls, self.signatures = [], []
 
 
 class Message:
-    """One send or receive, until its other half comes."""
+    """A send or a receive, which is matched with its other half."""
 
     __slots__ = (
         "call",
@@ -170,7 +170,7 @@ class Message:
     given_up = None
     """None, because messages have no time-out."""
     due_faults = _NO_FAULTS
-    """None planned: faults apply to collectives."""
+    """Empty, because faults apply to collectives only."""
     size = 2
 
     def __init__(
@@ -181,12 +181,12 @@ class Message:
         self.peer = peer
         self.call = call
         self.number = number
-        """Number of the rank's earlier sends and receives."""
+        """Number of earlier sends and receives of this rank."""
         self.joins: Message | None = None
         """The other half, if it came first."""
         self.done = False
         self.waiters: list[int] = []
-        # Group rank of the sender; for a receive from any rank, known once it is matched.
+        # Sender's group rank. A receive from any rank knows it once it is matched.
         self.source = -1 if peer is None else peer
 
     @property
@@ -196,25 +196,25 @@ class Message:
 
     @property
     def doing(self) -> str:
-        """The wait in words, for the deadlock table."""
+        """Description of the wait, for the deadlock table."""
         whom = "any rank" if self.peer is None else f"rank {self.whom}"
         side = "to" if self.call.kind == "send" else "from"
         return f"waits in {self.call.kind} {side} {whom} in group {self.group.label}"
 
     @property
     def what(self) -> str:
-        """The operation in words."""
+        """Name of the operation, such as `send to rank 3 in group world`."""
         side = "to" if self.call.kind == "send" else "from"
         return f"{self.call.kind} {side} rank {self.whom} in group {self.group.label}"
 
     @property
     def key(self) -> str:
-        """Unique name among the operations of a run, independent of the schedule."""
+        """Name that is unique in a run and independent of the schedule."""
         return f"{self.group.name}|{self.rank}|{self.number}"
 
     @property
     def strict(self) -> bool:
-        """Strictness of the group."""
+        """True if the group is strict."""
         return self.group.strict
 
     @property
@@ -224,7 +224,7 @@ class Message:
 
     @property
     def members(self) -> Sequence[Call]:
-        """The send and its receive if this half came second; otherwise this half."""
+        """The send and its receive if this half came second; otherwise this half only."""
         if self.joins is None:
             return [self.call]
         calls = [self.call, self.joins.call]
@@ -236,13 +236,14 @@ class Message:
         return () if self.peer is None else (self.group.ranks[self.peer],)
 
     def conclude(self) -> None:
-        """Note that the data has moved. Drop the other half, which would keep its memory alive."""
+        """Note that the data has moved."""
         self.done = True
+        # A reference to the other half would keep its memory alive.
         self.joins = None
 
 
 class Group:
-    """State that the members of one process group share."""
+    """State shared by the members of a process group."""
 
     def __init__(self, name: str, ranks: Sequence[int], *, label: str, strict: bool = True) -> None:
         self.name = name
@@ -251,22 +252,22 @@ class Group:
         self.reset(strict=strict)
 
     def reset(self, *, strict: bool) -> None:
-        """Forget what an earlier program left open, and count from 0 again."""
+        """Forget an earlier program's operations, and count from 0 again."""
         self.strict = strict
         self.swaps = SwapWatch()
         self._issued: list[int] = [0] * len(self.ranks)
         self._open: dict[int, Collective] = {}
-        # Halves without a partner, by (receiving group rank, tag), in the order in which they came.
+        # Unmatched halves, by (receiver's group rank, tag), in order of posting.
         self._sends: dict[tuple[int, int], deque[Message]] = {}
         self._receives: dict[tuple[int, int], deque[Message]] = {}
         self._messages: list[int] = [0] * len(self.ranks)
 
     def issued_by(self, group_rank: int) -> int:
-        """Return the number of a member's collectives so far: the number of its next one."""
+        """Return the number of a member's collectives so far, which numbers the next."""
         return self._issued[group_rank]
 
     def issue(self, group_rank: int, call: Call) -> tuple[Collective, int]:
-        """Add a member's next collective. Its number pairs it with those of other members.
+        """Add a member's next call. Calls with equal sequence numbers form a collective.
 
         Returns:
             The collective and its sequence number.
@@ -281,7 +282,7 @@ class Group:
         return collective, sequence
 
     def send(self, group_rank: int, peer: int, *, tag: int, call: Call) -> Message:
-        """Post a send. It joins its receive if that is already posted."""
+        """Post a send. If its receive is already posted, it joins that."""
         message = self._message(group_rank, peer, call)
         waiting = self._receives.get((peer, tag), deque())
         # In order of posting: messages with the same peer and tag do not overtake each other.
@@ -295,7 +296,7 @@ class Group:
         return message
 
     def receive(self, group_rank: int, peer: int | None, *, tag: int, call: Call) -> Message:
-        """Post a receive, from any member if `peer` is None. It joins its send if posted."""
+        """Post a receive, from any member if `peer` is None. It joins its send like `send`."""
         message = self._message(group_rank, peer, call)
         waiting = self._sends.get((group_rank, tag), deque())
         for send in waiting:

@@ -1,4 +1,4 @@
-"""Key-value store of a world, through which c10d's ranks meet before a group exists."""
+"""A world's key-value store, which c10d uses before a group exists."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class KeyWait:
 
     @property
     def doing(self) -> str:
-        """The wait in words, for the deadlock table."""
+        """Description of the wait, for the deadlock table."""
         return f"waits for key {self.key!r} of the store"
 
 
 class SimStore(Store):
-    """A store in memory. Its waits pass on the baton instead of blocking the process.
+    """A store in memory. A wait passes on the baton instead of blocking the process.
 
     Args:
         wait: Blocks the calling rank, `wait(awaited, site, timeout_seconds)`.
-        wake: Makes the ranks that wait for a key ready again.
+        wake: Makes the ranks in a wait ready again.
     """
 
     def __init__(
@@ -55,8 +55,7 @@ class SimStore(Store):
             self._wake(waited)
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key, after it is set."""
-        # As in torch's stores, `get` waits for the key.
+        """Wait for a key, and return its value."""
         self.wait([key])
         return self._values[key]
 
@@ -69,7 +68,7 @@ class SimStore(Store):
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Set a key if its value is `expected`, or if it is unset and `expected` is empty."""
-        # torch's contract: an absent key counts as equal to an empty expectation.
+        # In torch, an unset key counts as equal to an empty `expected`.
         current = self._values.get(key)
         if current == expected.encode() or (current is None and not expected):
             self.set(key, desired)
@@ -91,12 +90,12 @@ class SimStore(Store):
             timeout: Longest wait, in simulated time.
 
         Raises:
-            StoreTimedOut: The wait was longer.
+            StoreTimedOut: The time-out ended first.
         """
-        # One after another; a key that is already set costs no turn.
+        # A key that is already set costs no turn.
         for key in keys:
             if key not in self._values:
-                # All ranks that wait for a key share one wait, so that its table row is folded.
+                # Ranks that wait for the same key share the wait, and a row of the deadlock table.
                 waited = self._waits.setdefault(key, KeyWait(key))
                 file, line = call_site()
                 try:
@@ -113,7 +112,7 @@ class SimStore(Store):
         return len(self._values)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Ignored, because a wait that cannot end is reported at once."""
+        """Do nothing, because a wait that cannot end is reported at once."""
 
     def clear(self) -> None:
         """Forget everything, between two runs."""

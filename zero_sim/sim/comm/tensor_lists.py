@@ -1,7 +1,7 @@
-"""Several tensors per rank in one call, as from a process with several devices.
+"""Calls with several tensors per rank, as from a process with several devices.
 
-gloo accepts this on any devices. Here it is a call with one tensor: the rank combines its tensors
-before and after it, in its own turn. So the call is complete when it returns.
+gloo accepts such calls on any device. Here the call itself has a single tensor. Before and after
+the call, the rank combines its tensors in its own turn, so the call is complete when it returns.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _FOLDS: dict[ReduceOp.RedOpType, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def can_fold(op: ReduceOp.RedOpType) -> bool:
-    """Return True if tensors of one rank can be combined by a reduction."""
+    """Return True if a rank can reduce its own tensors with this operation."""
     return op in _FOLDS
 
 
 def fold(tensors: Sequence[Tensor], op: ReduceOp.RedOpType) -> None:
-    """Reduce a rank's tensors into the first one, in list order."""
+    """Reduce a rank's tensors into the first, in list order."""
     total = tensors[0].detach()
     for tensor in tensors[1:]:
         total = _FOLDS[op](total, tensor.detach())
@@ -44,7 +44,7 @@ def spread(source: Tensor, targets: Sequence[Tensor]) -> None:
 
 
 def _write(target: Tensor, source: Tensor) -> None:
-    if target.is_sparse:  # No fixed memory to write through `data`: copy_ replaces its values.
+    if target.is_sparse:  # Has no fixed memory behind `data`: copy_ replaces its values.
         with torch.no_grad():
             target.copy_(source)
     else:

@@ -1,9 +1,9 @@
 """Time-outs of barriers and stores in simulated time, with gloo's messages.
 
-Simulated time stands still while any rank can run. If none can, the time-out that ends first is
-raised in its rank, which may catch it. If no time-out is pending, the run ends with the deadlock.
-Collectives that move data have no time-out, because the content of their memory after one is
-undefined. Such a hang is always reported as a deadlock.
+Simulated time stands still while any rank can run. If none can, the first time-out to end raises in
+its rank, which may catch the error. If no time-out is pending, the run ends with a deadlock.
+Collectives that move data have no time-out, because memory would be undefined after it. If they
+hang, the run always ends with a deadlock.
 """
 
 from __future__ import annotations
@@ -17,23 +17,19 @@ from torch.distributed import DistNetworkError, DistStoreError
 from zero_sim.sim.failures import BadArgument, TimedOut
 
 SHORTEST_DEFAULT = timedelta(minutes=10)
-"""Shortest default time-out of torch, that of NCCL. A shorter one was set by the program."""
+"""torch's shortest default, which NCCL uses. The program itself set any shorter time-out."""
 
 
 def seconds_of(timeout: Any) -> float | None:
-    """Return a program's time-out in seconds; None for no time-out and for torch's defaults.
-
-    Args:
-        timeout: A `timedelta`. Any other type counts as no time-out, as in torch's unset options.
-    """
-    # torch passes its defaults, 10 to 30 minutes, like a program's own time-outs.
+    """Return a program's time-out in seconds; None for torch's defaults and other types."""
+    # torch passes its defaults, 10 to 30 minutes, in the same way as a program's own time-outs.
     if not isinstance(timeout, timedelta) or not timedelta(0) < timeout < SHORTEST_DEFAULT:
         return None
     return timeout.total_seconds()
 
 
 def check_monitored(timeout: Any, *, group_rank: int) -> None:
-    """Check that the time-out of a monitored barrier is positive on rank 0.
+    """Check that rank 0's time-out for a monitored barrier is positive.
 
     Raises:
         BadArgument: The time-out is zero or negative.
@@ -49,16 +45,16 @@ def check_monitored(timeout: Any, *, group_rank: int) -> None:
 def after_monitored(
     error: TimedOut, *, group_rank: int, ranks: Sequence[int], wait_all_ranks: bool
 ) -> TimedOut:
-    """Return a member's error after the time-out of a monitored barrier, in gloo's words.
+    """Return a member's error after a monitored barrier timed out, with gloo's message.
 
     Args:
-        error: The time-out of the group's rank 0.
+        error: The time-out on group rank 0.
         group_rank: The member.
-        ranks: World ranks of the group.
+        ranks: The group's world ranks.
         wait_all_ranks: True to name all absent ranks, False to name the first.
     """
     if group_rank:
-        # Members that arrived only see that rank 0 left.
+        # The other members only see that rank 0 left.
         message = (
             f"Rank {group_rank} successfully reached monitoredBarrier, but received errors while "
             "waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank."
@@ -73,16 +69,16 @@ def after_monitored(
 
 
 def after_another(error: TimedOut) -> TimedOut:
-    """Return the error of other members after one member gave up a collective."""
+    """Return the error for other members after a member gave up a collective."""
     return error.saying(f"Connection closed by peer: {error}")
 
 
 class StoreTimedOut(TimedOut, DistStoreError):
-    """A time-out of a rank's wait for keys of a store."""
+    """A time-out in a wait for a store's keys."""
 
 
 def store_timed_out(error: TimedOut, keys: Sequence[str]) -> StoreTimedOut:
-    """Return a rank's error after a wait for keys timed out, in torch's words."""
+    """Return the error for a wait for keys that timed out, with torch's message."""
     message = f"wait timeout after {error.seconds * 1000:g}ms, keys: {', '.join(keys)}"
     return StoreTimedOut(
         error.doing, error.missing, error.deadlock, seconds=error.seconds, message=message
@@ -90,23 +86,23 @@ def store_timed_out(error: TimedOut, keys: Sequence[str]) -> StoreTimedOut:
 
 
 class ConnectTimedOut(TimedOut, DistNetworkError):
-    """A time-out of a rank's wait for a listener at an address."""
+    """A time-out in a wait for a TCPStore's host."""
 
 
 def connect_timed_out(error: TimedOut, host: str, port: int) -> ConnectTimedOut:
-    """Return the error of a rank that found no listener at an address, in torch's words."""
+    """Return the error if no TCPStore listens at an address in time, with torch's message."""
     message = (
         f"The client socket has timed out after {error.seconds * 1000:g}ms while trying to "
         f"connect to ({host}, {port})."
     )
-    # Also a DistNetworkError, which torch raises here.
+    # A DistNetworkError too, because torch raises that here.
     return ConnectTimedOut(
         error.doing, error.missing, error.deadlock, seconds=error.seconds, message=message
     )
 
 
 def clients_timed_out(error: TimedOut, joined: int, count: int) -> StoreTimedOut:
-    """Return the error of a store's host if not all clients came, in torch's words."""
+    """Return the error for a store's host if clients are missing, with torch's message."""
     message = (
         f"Timed out after {error.seconds:g} seconds waiting for clients. {joined}/{count} clients "
         "joined."

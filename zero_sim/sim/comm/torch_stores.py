@@ -1,13 +1,13 @@
 """Waits in torch's own stores (TCPStore, FileStore, HashStore), if a rank makes one.
 
-torch waits for a key in C++. There, a simulated rank would keep all others from setting the key. So
-while a world is open, a rank that waits in such a store lets others run. It checks again after each
-write of theirs to any store of torch. The deadlock table shows its wait, and the store's time-out
-counts simulated time, as in `zero_sim.sim.comm.timeouts`. A program that polls a store, for example
-by `check` in a loop, also lets others run.
+torch waits for a key in C++, where a simulated rank would keep all others from setting the key. So
+while a world is open, a rank that waits in such a store lets others run. Each write to any torch
+store wakes the rank if its wait is over. The deadlock table shows the wait, and the store's
+time-out counts simulated time, as in `zero_sim.sim.comm.timeouts`. A program that polls a store,
+for example with `check` in a loop, also lets others run.
 
-Threads that a rank started do not belong to its world. If no rank can run but such a thread exists,
-the wait lasts for the time-out by the clock.
+A thread that a rank started may also set the key. If such a thread exists and no rank can run, the
+rank waits by the clock, up to the time-out.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from zero_sim.sim.failures import TimedOut
 _WAITING_IN_C = (TCPStore, FileStore, HashStore)
 _WRITES = ("set", "append", "multi_set", "queue_push")
 _LOOK_SECONDS = 0.001
-"""Interval at which a rank checks if another thread ended its wait."""
+"""Interval between checks if another thread ended the wait."""
 
-# torch's own methods, to put back.
+# torch's own methods, which `uninstall` restores.
 _originals: dict[tuple[type, str], Callable[..., Any]] = {}
 _joined: dict[int, int] = {}
-"""Number of clients connected to the store at a port, for stores that count their clients."""
+"""Number of connected clients by port, for stores that count their clients."""
 
 
 class StoreWait:
-    """A rank's wait for something that a write to a store may bring."""
+    """A rank's wait that a write to a store may end."""
 
     __slots__ = ("doing", "done", "missing", "ready", "waiters")
 
@@ -58,12 +58,12 @@ class StoreWait:
 
 
 class StoreWaits:
-    """All waits in torch's stores of one world.
+    """A world's waits in torch's stores.
 
     Args:
         wait: Blocks the calling rank, `wait(awaited, site, timeout_seconds)`.
         poll: Gives every ready rank a turn, `poll(awaited, site)`.
-        wake: Makes the ranks that wait for something ready again.
+        wake: Makes the ranks in a wait ready again.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class StoreWaits:
     def begin(self) -> None:
         """Forget everything, before a run."""
         self._waits.clear()
-        # Threads that exist before the run cannot end a wait of its program.
+        # Only threads started in the run can end a wait of its program.
         self._not_of_program = set(threading.enumerate())
 
     def until(self, ready: Callable[[], bool], doing: str, timeout: timedelta) -> None:
@@ -90,13 +90,13 @@ class StoreWaits:
 
         Args:
             ready: Returns True once the wait is over.
-            doing: The wait in words, for the deadlock table.
+            doing: Description of the wait, for the deadlock table.
             timeout: Longest wait, in simulated time.
 
         Raises:
-            TimedOut: The wait was longer.
+            TimedOut: The time-out ended first.
         """
-        # A loop, because another rank may run before the woken one, and empty the queue again.
+        # A loop, because another rank may run before the woken rank and empty the queue.
         while not ready():
             waited = StoreWait(doing, ready)
             self._waits.append(waited)
@@ -110,7 +110,7 @@ class StoreWaits:
                     self._waits.remove(waited)
 
     def poll(self, doing: str) -> None:
-        """Let others run, for a rank that polls for something that is not there yet."""
+        """Let other ranks run, because the calling rank polled without success."""
         self._poll(StoreWait(doing, lambda: False), _site())
 
     def look(self) -> None:
@@ -122,10 +122,10 @@ class StoreWaits:
             self._wake(waited)
 
     def _await_helpers(self, ready: Callable[[], bool], timeout: timedelta) -> bool:
-        """Wait by the clock for threads that ranks started. Return True if one made it ready."""
+        """Wait by the clock for threads that ranks started. Return True if the wait is over."""
         end = time.monotonic() + timeout.total_seconds()
         while not ready():
-            # Threads started since the run began: any of them may set the key.
+            # Any thread started since the run began may set the key.
             helpers = set(threading.enumerate()) - self._not_of_program
             if not helpers or time.monotonic() > end:
                 return False
@@ -134,13 +134,13 @@ class StoreWaits:
 
 
 class Ranks(Protocol):
-    """Access to the running thread's waits, if it is a rank."""
+    """Access to the calling rank's world; `stores` is None in a thread that is no rank."""
 
     stores: StoreWaits | None
 
 
 def install(ranks: Ranks) -> None:
-    """Replace torch's methods that wait, in threads that are ranks."""
+    """Replace torch's methods that may wait, for threads that are ranks."""
     instead = dict.fromkeys(_WRITES, _write) | {
         "add": _add,
         "compare_set": _compare_set,
@@ -153,7 +153,7 @@ def install(ranks: Ranks) -> None:
         "barrier": _barrier,
     }
     for name, function in instead.items():
-        # Not on Store itself: C++ would call such a method as one of a store written in Python.
+        # Not on Store itself: C++ would take the method for an override by a Python store.
         for owner in (*_WAITING_IN_C, PrefixStore):
             if hasattr(Store, name):  # Not every version of torch has all.
                 _replace(owner, name, functools.partial(_call, ranks, name, function))
@@ -187,9 +187,9 @@ def _call(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call the replacement in a rank, for a store of torch; otherwise torch's method."""
+    """Call the replacement if a rank uses a store that waits in C++, or else torch's method."""
     original = functools.partial(getattr(Store, name), store)
-    # A PrefixStore can wrap stores of any kind, a SimStore too, which waits by itself.
+    # A PrefixStore can also wrap a SimStore, whose waits are safe.
     if ranks.stores is None or not isinstance(_innermost(store), _WAITING_IN_C):
         return original(*args, **kwargs)
     return instead(ranks.stores, original, store, *args, **kwargs)
@@ -232,7 +232,7 @@ def _add(
 ) -> int:
     value = original(key, amount)
     if amount:
-        # Adding 0 reads a counter, so it is a poll.
+        # Adding 0 reads the counter, which counts as a poll.
         waits.look()
     else:
         waits.poll(f"polls counter {key!r} of a {_kind(store)}")
@@ -248,7 +248,7 @@ def _compare_set(
     desired_value: str,
 ) -> bytes:
     value = original(key, expected_value, desired_value)
-    # Unchanged means that the exchange failed, and the program may try again in a loop.
+    # If the exchange failed, the program may try again in a loop.
     if value == desired_value.encode():
         waits.look()
     else:
@@ -275,7 +275,7 @@ def _await_keys(waits: StoreWaits, store: Store, keys: Sequence[str], timeout: t
 
 
 def _shown(store: Store, keys: Sequence[str]) -> list[str]:
-    """Return keys as in torch's message: a TCPStore puts all keys below a slash."""
+    """Return keys as torch's messages show them: a TCPStore puts a slash before each."""
     return [f"/{key}" if _kind(store) == "TCPStore" else key for key in keys]
 
 
@@ -333,9 +333,9 @@ def _barrier(
     world_size: int,
     timeout: timedelta | None = None,
 ) -> None:
-    # torch's own keys: a TCPStore counts in the key itself, other stores in keys below it.
+    # Use torch's own keys: a TCPStore counts in the key itself, other stores in keys below it.
     counter = key if isinstance(_innermost(store), TCPStore) else f"{key}/num_members"
-    # In place of torch's own barrier, which would wait in C++.
+    # Repeats torch's own barrier, which would wait in C++.
     _ask("add", store, counter, 1)
     if counter != key and int(_ask("get", store, counter)) >= world_size:
         _ask("set", store, f"{key}/last_member", "1")
@@ -376,13 +376,13 @@ def _connect(ranks: Ranks, store: TCPStore, *args: Any, **kwargs: Any) -> None:
     except TypeError:  # torch's own error is better.
         original(*args, **kwargs)
         return
-    # Only the given arguments: torch fills in its own defaults.
+    # Pass only these arguments on, because torch has its own defaults.
     asked = dict(given.arguments)
     given.apply_defaults()
     host, port = given.arguments["host_name"], given.arguments["port"]
     timeout, is_master = given.arguments["timeout"], given.arguments["is_master"]
     waits, count = ranks.stores, given.arguments["world_size"]
-    # Port 0 lets the host choose a port, so there is no listener yet.
+    # With port 0 the host chooses a port, so it has no listener yet.
     if port and not _is_listening(port):
         if waits is not None and not is_master:
             _await_master(waits, host, port, timeout)
@@ -390,7 +390,7 @@ def _connect(ranks: Ranks, store: TCPStore, *args: Any, **kwargs: Any) -> None:
             _joined[port] = 0
     counts = given.arguments["wait_for_workers"] and count is not None and count > 0
     if counts and waits is not None:
-        # With a count of 1, torch counts this client and waits for no other.
+        # With a count of 1, torch waits for no other client.
         asked["world_size"] = 1
     original(**asked)
     if counts:
@@ -403,8 +403,8 @@ def _connect(ranks: Ranks, store: TCPStore, *args: Any, **kwargs: Any) -> None:
 
 
 def _is_listening(port: int) -> bool:
-    """Return True if a port of this machine has a listener. Makes no connection."""
-    # A failing bind reveals a listener without a connection to it.
+    """Return True if a port of this machine has a listener."""
+    # Tries to bind, because a connection would count as a client.
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

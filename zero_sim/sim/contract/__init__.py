@@ -1,1 +1,1 @@
-"""The contract: checks for calls that NCCL would refuse, hang on or misread."""
+"""The contract: checks for calls that NCCL would refuse, hang on or silently misread."""

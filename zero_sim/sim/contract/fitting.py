@@ -1,7 +1,7 @@
-"""Calls that conflict with each other: NCCL would refuse, hang on or silently misread them.
+"""Checks for calls of several ranks that conflict: NCCL would refuse, hang on or misread them.
 
-Every check names both ranks' call sites. No check reads values. Differences that gloo accepts and
-only NCCL minds are errors if `strict`.
+Every error names both ranks' call sites. No check reads values. `strict` adds checks for
+differences that gloo accepts but NCCL does not.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def check_pair(first: Call, call: Call, *, ranks: tuple[int, int], what: str, st
     Args:
         first: The earlier call.
         call: The later call.
-        ranks: World ranks of the two, in that order.
+        ranks: World ranks of the two calls.
         what: The collective's group and number, for the message.
-        strict: True to compare shape and memory format.
+        strict: True to also compare shape and memory format.
 
     Raises:
         ContractViolation: They differ in operation, root, reduce operation, dtype, element count,
@@ -61,17 +61,17 @@ def _misfit(
 
 def _layouts(call: Call) -> str:
     if call.kind == SPARSE:
-        # A sparse tensor has no strides.
+        # Sparse tensors have no strides.
         return f"shape {tuple(call.inputs[0].shape)}"
     layouts = [(tuple(t.shape), t.stride()) for t in [*call.inputs, *call.outputs]]
     return "; ".join(f"shape {shape} strides {strides}" for shape, strides in layouts[:4])
 
 
-# [Note: one comparison] Each call has a signature, a tuple of all properties that must agree. In a
-# correct program, signatures are equal and nothing else is compared. Only unequal ones are searched
-# for a difference.
+# [Note: one comparison] A call's signature is a tuple of all properties that must agree. In a
+# correct program signatures are equal, so a single comparison per call is enough. If two signatures
+# differ, this function finds the difference.
 def _mismatch(first: Call, call: Call, *, strict: bool) -> str | None:
-    # Most telling difference first: another operation usually differs in all that follows, too.
+    # Most telling difference first: another operation usually differs in all other properties too.
     if first.kind != call.kind:
         return "operation"
     if call.kind in ROOTED and first.root != call.root:
@@ -82,12 +82,12 @@ def _mismatch(first: Call, call: Call, *, strict: bool) -> str | None:
     if [t.dtype for t in mine[:1]] != [t.dtype for t in theirs[:1]]:
         return "dtype"
     if call.kind in FREE_SIZES:
-        # Sizes are compared by `check_all`, once all members have called.
+        # `check_all` compares sizes once all members have called.
         return None if len(mine) == len(theirs) else "entry-count"
     if [t.numel() for t in mine] != [t.numel() for t in theirs]:
         return "numel"
     if call.kind == SPARSE:
-        # Signatures of sparse calls hold only dtype and shape besides the kind.
+        # Besides kind and dtype, signatures of sparse calls only contain the shape.
         return "shape"
     if not strict:
         return None
@@ -96,16 +96,16 @@ def _mismatch(first: Call, call: Call, *, strict: bool) -> str | None:
 
 
 def check_all(calls: Sequence[Call], *, ranks: Sequence[int], what: str, strict: bool) -> None:
-    """Check, once all members have called, that the sizes of each pair of ranks agree.
+    """Check that the sizes of each pair of ranks agree, once all members have called.
 
     Args:
         calls: The members' calls, in group-rank order.
-        ranks: World ranks of the group.
+        ranks: The group's world ranks.
         what: The collective's group and number, for the message.
-        strict: True to compare shape and memory format.
+        strict: True to also compare shape and memory format.
 
     Raises:
-        ContractViolation: Names the first pair of ranks that disagree.
+        ContractViolation: Two ranks disagree. Names the first such pair.
     """
     kind = calls[0].kind
     if kind == "all_gather_list":
@@ -120,7 +120,7 @@ def _check_gathered(
     for i in range(len(calls[0].inputs)):
         for taker, call in enumerate(calls):
             for giver, other in enumerate(calls):
-                # Entry i of giver g is output i * size + g of every taker.
+                # Input i of giver g goes into output i * size + g of every taker.
                 entry = i * len(calls) + giver
                 given, taken = other.inputs[i], call.outputs[entry]
                 aspect = _entry_misfit(given, taken, strict=strict)
@@ -139,7 +139,7 @@ def _check_gathered(
 
 
 def _entry_misfit(given: Tensor, taken: Tensor, *, strict: bool) -> str | None:
-    # The common case: this runs for each pair of ranks.
+    # Fast path, because this runs for each pair of ranks.
     if given.shape == taken.shape and given.is_contiguous() and taken.is_contiguous():
         return None
     if given.numel() != taken.numel():
@@ -177,7 +177,7 @@ def _row_elems(call: Call, tensors: Sequence[Tensor], splits: Sequence[int]) -> 
     if call.kind == "all_to_all_list":
         return [tensor.numel() for tensor in tensors]
     rows = tensors[0].shape[0] if tensors[0].dim() else 0
-    # Splits count rows, the first dim.
+    # Splits count rows of dim 0.
     row_elems = tensors[0].numel() // rows if rows else 0
     return [split * row_elems for split in splits]
 
@@ -192,7 +192,7 @@ def check_message(
         receive: The receiver's call.
         ranks: World ranks of sender and receiver.
         label: The group, for the message.
-        strict: True to compare shape and memory format.
+        strict: True to also compare shape and memory format, and to require dense tensors.
 
     Raises:
         ContractViolation: They differ in dtype, element count, shape or memory format.

@@ -1,7 +1,7 @@
-"""Groups as each rank makes and destroys them: in one order, and without use afterwards.
+"""Checks for new_group and destroy_process_group: equal order on all ranks, no use after destroy.
 
-A rank that destroys the world and joins it again starts a new generation. torch then numbers groups
-from the start, so the same name may mean other ranks.
+If a rank destroys the default group and joins the world again, a new generation starts. torch then
+numbers groups from 0 again, so the same name may mean other ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from zero_sim.sim.failures import ContractViolation
 
 @dataclass(frozen=True, slots=True)
 class _Making:
-    """One rank's call of `new_group`."""
+    """A rank's call of `new_group`."""
 
     rank: int
     ranks: tuple[int, ...]
@@ -25,34 +25,34 @@ class _Making:
 
 
 class GroupRegistry:
-    """Groups that each rank made and destroyed during one run."""
+    """Groups that each rank made and destroyed in a run."""
 
     def __init__(self) -> None:
-        # By (name, generation): the first call, with which later ones are compared.
+        # The first call, by (name, generation). Later calls must agree with it.
         self._made: dict[tuple[str, int], _Making] = {}
         self._generations: dict[int, int] = {}
-        # By rank: site of the destruction by group label, in order.
+        # Site of the destruction, by rank and then by group label, in order of time.
         self._destroyed: dict[int, dict[str, str]] = {}
 
     def generation(self, rank: int) -> int:
-        """Return how often the rank has destroyed the world."""
+        """Return the number of times that the rank destroyed the default group."""
         return self._generations.get(rank, 0)
 
     def note_made(self, rank: int, name: str, ranks: Sequence[int], site: str) -> None:
         """Note that a rank makes a group, as a member or not.
 
         Raises:
-            ContractViolation: Another rank made the group of this name with other ranks.
+            ContractViolation: Another rank made a group of this name with other ranks.
         """
         making = _Making(rank, tuple(ranks), site)
-        # The first rank decides; later ones are compared with it.
         first = self._made.setdefault((name, self.generation(rank)), making)
         if first.ranks != making.ranks:
             raise ContractViolation(
-                f"groups created in different order: group {name} is not of the same ranks\n"
+                f"groups created in different order: group {name} has different ranks\n"
                 f"  {first}\n"
                 f"  {making}\n"
-                "Call new_group with the same ranks on every rank, in one order, members or not.",
+                "Call new_group in the same order and with the same ranks on every rank, members "
+                "or not.",
                 aspect="group-order",
                 rank=rank,
                 other_rank=first.rank,
@@ -60,7 +60,7 @@ class GroupRegistry:
 
     def note_destroyed(self, rank: int, label: str, site: str, *, world: bool) -> None:
         """Note the site at which a rank destroyed a group."""
-        # Ordered by time, so that the last one can be found without its label.
+        # Ordered by time, because `use_after_destroy` may need the last.
         self._destroyed.setdefault(rank, {})[label] = site
         if world:
             self._generations[rank] = self.generation(rank) + 1
@@ -73,13 +73,13 @@ class GroupRegistry:
         Args:
             rank: World rank.
             what: The use, such as `all_reduce`.
-            site: Call site of the use.
-            label: The group; None for the rank's last destroyed group.
+            site: The use's call site.
+            label: The group; None for the group that the rank destroyed last.
         """
         destroyed = self._destroyed.get(rank)
         if not destroyed:
             return None
-        # torch's error for a missing group does not name it.
+        # torch's error for a missing group does not name the group.
         label = next(reversed(destroyed)) if label is None else label
         return ContractViolation(
             f"use after destroy_process_group: rank {rank} uses group {label}, which it destroyed\n"
@@ -93,13 +93,13 @@ class GroupRegistry:
 
 
 def foreign_group(rank: int, owner: int, label: str, what: str) -> ContractViolation:
-    """Return the error for a rank that uses another rank's side of a group.
+    """Return the error for a rank that uses another rank's group object.
 
     Args:
         rank: World rank of the user.
         owner: World rank of the owner.
         label: The group's label in messages.
-        what: The use, with its site.
+        what: The use, with its call site.
     """
     return ContractViolation(
         f"rank {rank} uses the group {label} of rank {owner}: {what}\n"

@@ -1,4 +1,4 @@
-"""Violations that show at the end of a run: circular orders of collectives, and missing waits."""
+"""Violations found at the end of a run: collectives in circular order, and missing waits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zero_sim.sim.log import CollectiveRecord
 _MESSAGES = ("send", "recv")
 
 _Hop = tuple[CollectiveRecord, CollectiveRecord]
-"""Two calls of one rank, the earlier one first."""
+"""An earlier and a later call of the same rank."""
 
 
 class Awaited(Protocol):
@@ -21,7 +21,7 @@ class Awaited(Protocol):
 
     @property
     def doing(self) -> str:
-        """The wait in words."""
+        """Description of the wait."""
         ...
 
     @property
@@ -31,25 +31,25 @@ class Awaited(Protocol):
 
 
 # [Note: inversions] NCCL runs a rank's collectives of all groups on one device. So ranks that share
-# two groups must issue their collectives in one order, even asynchronous ones. Otherwise each rank
-# may fill its device with a collective that the other has not reached, a hang that happens only
-# sometimes. Draw an edge from each collective to the next one of the same rank: a common order
-# exists if and only if this graph has no cycle.
+# two groups must issue their collectives in the same order, even asynchronous collectives. If not,
+# each rank may fill its device with a collective that the other has not reached, which hangs only
+# sometimes. Draw an edge from each collective to the same rank's next: a common order exists if and
+# only if this graph has no cycle.
 def find_inversion(records: Sequence[CollectiveRecord]) -> tuple[_Hop, ...]:
     """Find ranks that issued collectives of several groups in different orders, in linear time.
 
     Args:
-        records: All calls of a run, in the order in which they happened.
+        records: All calls of a run, in order of time.
 
     Returns:
-        Pairs of calls that form a circle, each pair of one rank. The later call of a pair is the
-        same collective as the earlier call of the next pair. Among circles through the first
-        collective found on one, it has the fewest ranks. Empty if all ranks agree.
+        A circle of calls, as pairs. Both calls of a pair are of the same rank, and the later call
+        belongs to the same collective as the next pair's earlier call. Among circles through the
+        first collective found, this has the fewest ranks. Empty if all ranks agree.
     """
     chains: dict[int, list[CollectiveRecord]] = defaultdict(list)
     groups = set()
     for record in records:
-        # Groups of one rank have no waits, and messages are matched by tag instead of order.
+        # Groups with a single rank never wait, and messages match by tag instead of order.
         if len(record.group_ranks) > 1 and record.kind not in _MESSAGES:
             chains[record.rank].append(record)
             groups.add(record.group)
@@ -64,15 +64,16 @@ def _node(record: CollectiveRecord) -> tuple[str, int]:
 
 
 def _on_a_circle(chains: Mapping[int, Sequence[CollectiveRecord]]) -> tuple[str, int] | None:
-    """Remove nodes without predecessor until none is left; the rest leads back to a circle."""
+    """Return a collective on a circle, or None."""
     before: dict[tuple[str, int], int] = defaultdict(int)
     after: dict[tuple[str, int], list[tuple[str, int]]] = defaultdict(list)
     for chain in chains.values():
-        # Start at 0 for the chain's first node, which may have no predecessor at all.
+        # The chain's first node may have no predecessor.
         before[_node(chain[0])] += 0
         for earlier, later in pairwise(chain):
             after[_node(earlier)].append(_node(later))
             before[_node(later)] += 1
+    # Remove nodes without predecessor until none is left.
     free = [node for node, count in before.items() if count == 0]
     while free:
         for later in after[free.pop()]:
@@ -82,7 +83,7 @@ def _on_a_circle(chains: Mapping[int, Sequence[CollectiveRecord]]) -> tuple[str,
     left = [node for node, count in before.items() if count]
     if not left:
         return None
-    # Each node left has a predecessor that is left, so walking backwards must reach a circle.
+    # Each remaining node has a remaining predecessor, so walking backwards reaches a circle.
     previous = {later: node for node in left for later in after[node] if before[later]}
     node, seen = left[0], set()
     while node not in seen:
@@ -94,17 +95,15 @@ def _on_a_circle(chains: Mapping[int, Sequence[CollectiveRecord]]) -> tuple[str,
 def _shortest_circle(
     chains: Mapping[int, Sequence[CollectiveRecord]], start: tuple[str, int]
 ) -> tuple[_Hop, ...]:
-    """Return a circle through `start` with the fewest changes of rank, by breadth-first search.
-
-    A step leads from a collective to any later one of the same rank. Each position in a rank's
-    program is visited once, because later positions were reached earlier with no more changes of
-    rank.
-    """
+    """Return a circle through `start` with the fewest changes of rank, by breadth-first search."""
+    # A step leads from a collective to any later collective of the same rank. Each position in a
+    # rank's program is visited once, because an earlier step, with no more changes of rank, has
+    # reached all later positions.
     places: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
     for rank, chain in chains.items():
         for i, record in enumerate(chain):
             places[_node(record)].append((rank, i))
-    # Positions from here on in each rank's program are visited.
+    # In each rank's program, positions from here on are visited.
     walked = {rank: len(chain) for rank, chain in chains.items()}
     came: dict[tuple[str, int], _Hop] = {}
     queue = deque([start])
@@ -124,7 +123,7 @@ def _shortest_circle(
 
 
 def describe_inversion(hops: Sequence[_Hop]) -> tuple[str, ...]:
-    """Return an inversion as lines, one per rank; empty without one."""
+    """Return lines that describe an inversion; empty if there is none."""
     if not hops:
         return ()
     return (
@@ -138,15 +137,11 @@ def describe_inversion(hops: Sequence[_Hop]) -> tuple[str, ...]:
 
 
 def inversion_error(records: Sequence[CollectiveRecord]) -> ContractViolation | None:
-    """Return the error for collectives issued in different orders; None if all ranks agree.
-
-    Args:
-        records: All calls of the run.
-    """
+    """Return the error for collectives issued in different orders; None if all ranks agree."""
     hops = find_inversion(records)
     if not hops:
         return None
-    lines = [*describe_inversion(hops), "Issue them in one order on all ranks that share groups."]
+    lines = [*describe_inversion(hops), "Issue them in the same order on all ranks of both groups."]
     return ContractViolation(
         "\n".join(lines),
         aspect="order-inversion",
@@ -156,7 +151,7 @@ def inversion_error(records: Sequence[CollectiveRecord]) -> ContractViolation | 
 
 
 def describe_circle(waiting: Mapping[int, tuple[Awaited, str]]) -> tuple[str, ...]:
-    """Return lines about ranks that wait for each other in a circle; empty without one.
+    """Return lines about ranks that wait for each other in a circle; empty if there is none.
 
     Args:
         waiting: Wait and call site of each waiting rank.
@@ -175,7 +170,7 @@ def describe_circle(waiting: Mapping[int, tuple[Awaited, str]]) -> tuple[str, ..
                 if path:
                     del depth[id(waiting[path.pop()][0])]
             elif rank in waiting:
-                # Ranks with the same wait lead to the same others, so one of them is enough.
+                # Ranks that share a wait lead to the same ranks, so visit each wait once.
                 awaited = waiting[rank][0]
                 if id(awaited) in depth:
                     return _circle_lines([rank, *path[depth[id(awaited)] + 1 :]], waiting)
@@ -206,11 +201,11 @@ _SHOWN = 16
 def never_waited(records: Sequence[CollectiveRecord]) -> ContractViolation:
     """Return the error for a run that ended without waits for these calls.
 
-    A rank's outputs are not available before its wait. On a device, a program that never waits
-    reads whatever is in memory, and usually that is right.
+    On a device, a program that never waits reads memory that usually, but not always, contains the
+    result.
 
     Args:
-        records: At least one, in the order of issue. The message names all call sites.
+        records: At least one, in order of issue. The message names all call sites.
     """
     ranks = sorted({record.rank for record in records})
     mine = [record for record in records if record.rank == ranks[0]]
@@ -224,7 +219,7 @@ def never_waited(records: Sequence[CollectiveRecord]) -> ContractViolation:
         lines.append(f"  and {len(mine) - _SHOWN} more")
     if ranks[1:]:
         others = ", ".join(map(str, ranks[1 : 1 + _SHOWN])) + (", ..." * bool(ranks[_SHOWN + 1 :]))
-        lines.append(f"so did other ranks: {others}")
+        lines.append(f"other ranks did the same: {others}")
     lines.extend(f"  at {site}" for site in sites[:_SHOWN])
     lines.append(
         "The results may not be there yet. Call wait() on the work or on its future, or poll the "

@@ -1,4 +1,4 @@
-"""Memory of a call's tensors: overlaps, and layouts that would be misread."""
+"""Checks for the memory of a call's tensors: overlaps, and layouts that NCCL would misread."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from zero_sim.sim.roles import repeated_outputs
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _IN_PLACE = ("all_reduce", "reduce", "broadcast")
 _OWN_OUTPUT = ("all_gather_list", "gather")
-"""Kinds whose in-place input is a whole output that receives no other rank's data."""
+"""Kinds in which an in-place input is a whole output, and no other rank's data goes there."""
 
 
 def shape_of(tensor: Tensor) -> tuple[object, ...]:
-    """Return dtype and shape, plus the strides of a tensor that is not contiguous."""
+    """Return dtype and shape, plus strides if the tensor is not contiguous."""
     if tensor.is_contiguous():
         return tensor.dtype, tensor.shape
     return tensor.dtype, tensor.shape, tensor.stride()
@@ -34,7 +34,7 @@ def is_contiguous(tensor: Tensor) -> bool:
 
 def is_dense(tensor: Tensor) -> bool:
     """Return True if the elements fill their memory without gap or overlap, in any order."""
-    # From the innermost dim outwards, each stride must equal the elements inside of it.
+    # From the innermost dim outwards, a dim's stride must equal the number of elements inside it.
     expected = 1
     for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if extent == 1:
@@ -45,23 +45,22 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-# [Note: no shapes] NCCL moves memory and knows no shapes. So if two ranks see the same bytes in
-# shapes (2, 3) and (3, 2), they map them to different elements. A rank that sees shape (6,) only
-# keeps them flat.
+# [Note: no shapes] NCCL moves memory and knows no shapes. So if two ranks use shapes (2, 3) and
+# (3, 2), they map the same bytes to different elements. A flat view, such as shape (6,), is fine.
 def misread(a: Tensor, b: Tensor) -> Literal["shape", "memory-format"] | None:
-    """Return the difference that matters if two tensors' memory is read as each other's.
+    """Find out if two ranks would map the same memory to different elements.
 
     Args:
-        a: One rank's tensor.
-        b: Another rank's, with as many elements.
+        a: A rank's tensor.
+        b: Another rank's tensor, with the same number of elements.
 
     Returns:
-        `shape` or `memory-format`; None if both see the same elements in memory.
+        The difference, `shape` or `memory-format`; None if both ranks see the same elements.
     """
     if a.numel() == 0:
         return None
     if a.shape != b.shape:
-        # See [Note: no shapes]. A flat view on one side, or dims of size 1, make no difference.
+        # See [Note: no shapes]. Flat views and dims of size 1 make no difference.
         squeezed = [[extent for extent in tensor.shape if extent != 1] for tensor in (a, b)]
         if min(map(len, squeezed)) >= 2 and squeezed[0] != squeezed[1]:
             return "shape"
@@ -70,7 +69,7 @@ def misread(a: Tensor, b: Tensor) -> Literal["shape", "memory-format"] | None:
 
 
 def _memory_order(tensor: Tensor) -> list[int]:
-    """Return strides of dims longer than 1; empty if they are the contiguous ones."""
+    """Return the strides of dims longer than 1; empty for a contiguous tensor."""
     if tensor.is_contiguous():
         return []
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
@@ -87,28 +86,28 @@ class _Stretch:
     written: bool
 
 
-# [Note: in place] NCCL documents one in-place form for each collective: the smaller tensor is the
-# rank's own part of the larger one. Memory with any other overlap is read while it is written, or
-# written twice. The exception is a tensor that is an output several times. It is accepted, but all
-# of its content is undefined afterwards (`zero_sim.sim.in_flight_buffers`).
+# [Note: in place] For each collective, NCCL documents a single in-place form: the smaller tensor is
+# the rank's own part of the larger tensor. With any other overlap, memory is read while it is
+# written, or written twice. As an exception, the same tensor may be several outputs. Then its
+# content is undefined afterwards (`zero_sim.sim.in_flight_buffers`).
 def find_aliasing(call: Call, *, group_rank: int, world_size: int) -> str | None:
-    """Find two tensors of a call that overlap where they must not.
+    """Find two tensors of a call with a forbidden overlap.
 
     Args:
-        call: The call; its tensors are dense.
-        group_rank: Group rank of the caller, which determines its in-place part.
+        call: The call, with dense tensors.
+        group_rank: The caller's group rank, which determines its in-place part.
         world_size: Size of the group.
 
     Returns:
-        The two tensors in words, with the consequence; None if there is no such overlap.
+        A description of the two tensors and the consequence; None without such an overlap.
     """
-    # The common case without building stretches.
+    # Fast path for the common case.
     if len(call.inputs) == len(call.outputs) == 1 and _apart(call.inputs[0], call.outputs[0]):
         return None
     written = call.kind in _IN_PLACE
     inputs = [_stretch(f"input {i}", t, written=written) for i, t in enumerate(call.inputs)]
     outputs = [_stretch(f"output {i}", t, written=True) for i, t in enumerate(call.outputs)]
-    # In-place parts are emptied below, so that the sweep ignores them.
+    # Empty the in-place parts, so that the sweep ignores them.
     in_place: set[str] = set()
     for whole, part, start in _allowed(call, inputs, outputs, group_rank, world_size):
         if part.start == start and part.stop <= whole.stop:
@@ -117,13 +116,13 @@ def find_aliasing(call: Call, *, group_rank: int, world_size: int) -> str | None
             in_place |= {whole.name, part.name}
     repeated = repeated_outputs(call) if len(call.outputs) > 1 else {}
     if repeated and call.kind not in _OWN_OUTPUT:
-        # An input inside of a repeated output would be read while another output is written.
+        # An input in a repeated output would be read while another output is written there.
         barred = {repeated.get(i, i) for i, each in enumerate(outputs) if each.name in in_place}
         repeated = {i: first for i, first in repeated.items() if first not in barred}
-    # All outputs with the same memory but the first are emptied.
+    # Of outputs with the same memory, keep only the first.
     for index in repeated:
         outputs[index].stop = outputs[index].start
-    # Empty stretches overlap nothing, including the in-place parts found above.
+    # Without empty stretches, which overlap nothing.
     return _sweep([each for each in (*inputs, *outputs) if each.start < each.stop])
 
 
@@ -152,7 +151,7 @@ def _allowed(
     group_rank: int,
     world_size: int,
 ) -> list[tuple[_Stretch, _Stretch, int]]:
-    """Return the documented in-place pairs: whole, part, and the part's allowed start."""
+    """Return the documented in-place pairs as (whole, part, allowed start of the part)."""
     if call.kind == "all_gather":
         pairs = zip(outputs, inputs, strict=True)
         return [(a, b, a.start + group_rank * (b.stop - b.start)) for a, b in pairs]
@@ -172,8 +171,8 @@ def _allowed(
 
 
 def _sweep(stretches: list[_Stretch]) -> str | None:
-    """Find two overlapping stretches, at least one of them written, in one sorted pass."""
-    # Sorted by start, only the stretch that reaches farthest so far can overlap the next one.
+    """Describe two overlapping stretches of which a call writes at least one; None without."""
+    # In order of start, only the stretch that reaches farthest so far can overlap the next.
     farthest: _Stretch | None = None
     farthest_written: _Stretch | None = None
     for each in sorted(stretches, key=lambda each: each.start):

@@ -1,7 +1,6 @@
-"""Checks of one rank's call by itself: sizes, dtypes and memory that no other rank could match.
+"""Checks for a single call: sizes, dtypes and memory that no other rank's call could match.
 
-Also builds the signature for comparison with other ranks; see [Note: one comparison] in
-`zero_sim.sim.contract.fitting`.
+Also builds the call's signature; see [Note: one comparison] in `zero_sim.sim.contract.fitting`.
 """
 
 from __future__ import annotations
@@ -18,27 +17,27 @@ from zero_sim.sim.failures import ContractViolation
 
 ROOTED = ("broadcast", "reduce", "scatter", "gather")
 FREE_SIZES = ("all_to_all", "all_to_all_list", "all_gather_list")
-"""Kinds with sizes that may differ between ranks; checked once all members have called."""
+"""Kinds with sizes that may differ between ranks, checked once all members have called."""
 
 _REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_list")
 _FLAT = ("all_gather", "reduce_scatter")
 _SYMMETRIC = ("all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather")
-"""Kinds with tensors that have the same elements on all ranks, at the same buffer offset."""
+"""Kinds with a tensor that has the same elements on all ranks, at the same buffer offset."""
 _CUT = (*_FLAT, "all_to_all")
-"""Kinds that cut memory into pieces by rank, so that only the plain format is meaningful."""
+"""Kinds that cut memory into a piece per rank, so channels-last memory would be misread."""
 
 
 class Signature(NamedTuple):
-    """Properties of a call for comparison with other ranks' calls."""
+    """Properties of a call to compare between ranks."""
 
     alike: tuple[object, ...]
-    """Properties that must be equal on all ranks."""
+    """Must be equal on all ranks."""
     offsets: tuple[int, ...] = ()
-    """Storage offsets of the tensors that have the same elements on all ranks."""
+    """Storage offsets of tensors with the same elements on all ranks. May differ."""
 
 
 def describe(call: Call) -> str:
-    """Return the call in words, with its site."""
+    """Return a description of the call, with its call site."""
     tensor = next(iter([*call.inputs, *call.outputs]), None)
     parts = [] if tensor is None else [str(tensor.dtype).removeprefix("torch."), _elems(call)]
     if call.reduce_op is not None:
@@ -54,19 +53,19 @@ def _elems(call: Call) -> str:
 
 
 def check_call(call: Call, *, group_rank: int, ranks: Sequence[int], strict: bool) -> Signature:
-    """Check one rank's call by itself.
+    """Check a call by itself.
 
     Args:
-        call: One rank's call.
-        group_rank: Group rank of the caller.
-        ranks: World ranks of the group.
-        strict: True to refuse calls that NCCL refuses and gloo accepts.
+        call: The call.
+        group_rank: The caller's group rank.
+        ranks: The group's world ranks.
+        strict: True to also refuse calls that gloo accepts but NCCL does not.
 
     Returns:
-        Signature for comparison with the other ranks' calls.
+        The call's signature.
 
     Raises:
-        ContractViolation: Sizes, dtypes, memory or reduce operation cannot be right on any rank.
+        ContractViolation: Sizes, dtypes, memory or reduce operation are wrong.
     """
     rank, world_size = ranks[group_rank], len(ranks)
     if call.kind in _REDUCING and call.reduce_op not in REDUCE_OPS:
@@ -76,7 +75,7 @@ def check_call(call: Call, *, group_rank: int, ranks: Sequence[int], strict: boo
         # Sparse tensors have neither fixed sizes nor memory to check.
         return Signature((call.kind, call.inputs[0].dtype, call.inputs[0].shape))
     tensors = [*call.inputs, *call.outputs] if call.outputs else call.inputs
-    # One tensor alone cannot disagree in dtype or size.
+    # A single tensor cannot disagree in dtype or size.
     if len(tensors) > 1:
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) > 1:
@@ -92,7 +91,7 @@ def _signature(call: Call) -> Signature:
     offsets: tuple[int, ...] = ()
     if call.kind in _SYMMETRIC:
         symmetric = call.outputs if call.kind == "all_gather" else call.inputs
-        # Offsets are no part of `alike`: they may differ by right, and `SwapWatch` judges them.
+        # Not in `alike`, because correct programs may pass different offsets; see `SwapWatch`.
         offsets = tuple([int(tensor.storage_offset()) for tensor in symmetric])
     if call.kind in FREE_SIZES:
         alike = [(tensor.dtype,) for tensor in call.inputs]
@@ -109,7 +108,7 @@ def _refuse(call: Call, rank: int, aspect: str, message: str) -> None:
 
 def _check_sizes(call: Call, *, group_rank: int, rank: int, world_size: int) -> None:
     inputs, outputs = call.inputs, call.outputs
-    # Sizes that do not depend on other ranks' calls.
+    # Check only sizes that do not depend on other ranks' calls.
     if call.kind == "reduce_scatter":
         _check_flat(call, inputs, outputs, rank=rank, world_size=world_size)
     elif call.kind == "all_gather":
@@ -123,7 +122,7 @@ def _check_sizes(call: Call, *, group_rank: int, rank: int, world_size: int) -> 
     elif call.kind == "all_gather_list":
         _check_count(call, outputs, rank=rank, expected=world_size * len(inputs))
         for i, tensor in enumerate(inputs):
-            # Own entry in the list; the others are compared once all members have called.
+            # Only the rank's own entry; `check_all` compares the others.
             own = i * world_size + group_rank
             _check_entries(call, [outputs[own]], tensor, start=own, rank=rank)
     elif call.kind == "all_to_all":
@@ -146,28 +145,28 @@ def _check_flat(
                 call,
                 rank,
                 "numel",
-                f"expected the larger tensor to be {world_size} x the smaller one "
+                f"expected the larger tensor to be {world_size} x the smaller "
                 f"({world_size} x {part.numel()} elements), got {whole.numel()}",
             )
 
 
 def _check_count(call: Call, tensors: Sequence[Tensor], *, rank: int, expected: int) -> None:
     if len(tensors) != expected:
-        message = f"expected {expected} tensors, one a rank, got {len(tensors)}"
+        message = f"expected {expected} tensors, one per rank, got {len(tensors)}"
         _refuse(call, rank, "entry-count", message)
 
 
 def _check_entries(
     call: Call, entries: Sequence[Tensor], tensor: Tensor, *, start: int, rank: int
 ) -> None:
-    """Check list entries, numbered from `start`, against the tensor that each must match."""
+    """Check list entries, numbered from `start`, against the rank's other tensor."""
     for i, entry in enumerate(entries, start):
         if entry.numel() != tensor.numel():
             _refuse(
                 call,
                 rank,
                 "entry-size",
-                f"expected entry {i} of rank {rank}'s list to hold {tensor.numel()} elements, like "
+                f"expected entry {i} of rank {rank}'s list to have {tensor.numel()} elements, like "
                 f"its other tensor, got {entry.numel()}",
             )
 
@@ -194,8 +193,8 @@ def _check_memory(
             continue
         if not is_contiguous(tensor):
             why = "which NCCL refuses"
-            # Channels-last memory keeps its meaning if it is moved whole, but not in pieces.
         elif call.kind in _CUT:
+            # Channels-last memory can move whole, but not in pieces.
             why = "in channels-last order, of which NCCL gives each rank a stretch of memory"
         else:
             continue
@@ -203,7 +202,7 @@ def _check_memory(
             call,
             rank,
             "non-contiguous",
-            f"expected contiguous tensors, got one of shape {tuple(tensor.shape)} and strides "
+            f"expected contiguous tensors, got shape {tuple(tensor.shape)} and strides "
             f"{tensor.stride()}, {why}. Pass tensor.contiguous(), and copy the result back.",
         )
     if len(tensors) > 1:
@@ -220,7 +219,7 @@ def _check_memory(
 
 def compared(call: Call) -> Sequence[Tensor]:
     """Return the tensors that must agree on all ranks."""
-    # Only the root of a scatter or gather has lists.
+    # Without lists that only the root of a scatter or gather has.
     if call.kind == "scatter":
         return call.outputs
     return [*call.inputs, *call.outputs] if call.kind in _FLAT else call.inputs

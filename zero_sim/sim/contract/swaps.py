@@ -1,8 +1,8 @@
-"""Detection of two buffers that two ranks pass in exchanged order, by their storage offsets.
+"""Detection of swapped buffers: two ranks pass the same two parts of a buffer in opposite order.
 
-Ranks with the same flat buffer pass the same part of it to a symmetric collective. Passing another
-part can be right. But if two ranks passed each other's parts in two collectives, their buffers were
-exchanged, and the sums of both are wrong without any error.
+In an all-reduce, for example, ranks with equal flat buffers usually pass equal parts. A different
+part may be right. But if two ranks pass each other's part in two collectives, their buffers are
+swapped: both sums are wrong, without any error from NCCL.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from zero_sim.sim.callsite import site_of
 from zero_sim.sim.failures import ContractViolation
 
 _SIGHTINGS_MAX = 64
-"""Number of remembered collectives per group. If ranks' offsets always differ, old ones are
-forgotten."""
+"""Number of remembered collectives per group, because offsets may always differ."""
 
 _Offset = tuple[int, int, int]
-"""Address and size of a storage in bytes, and offset in elements. Size 0: not a view."""
+"""(storage address, storage bytes, offset in elements). 0 bytes if the tensor is no view."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Sighting:
-    """One entry of a collective in which the ranks' offsets differed."""
+    """An entry of a collective in which the ranks' offsets differed."""
 
-    # Kind, dtype and elements: only equal ones can be exchanged.
+    # (kind, dtype, elements). Only equal entries can be swapped.
     like: tuple[object, ...]
     offsets: tuple[_Offset, ...]
     sites: tuple[tuple[str, int], ...]
@@ -37,7 +36,7 @@ class _Sighting:
 
 
 class SwapWatch:
-    """Collectives of one group in which the ranks passed different offsets."""
+    """A group's collectives in which the ranks passed different offsets."""
 
     def __init__(self) -> None:
         self._sightings: deque[_Sighting] = deque(maxlen=_SIGHTINGS_MAX)
@@ -45,19 +44,18 @@ class SwapWatch:
     def check(
         self, calls: Sequence[Call], *, ranks: Sequence[int], sequence: int, what: str
     ) -> None:
-        """Compare a collective with earlier ones. Called if the ranks' offsets differ.
+        """Compare a collective with earlier collectives. Called if the ranks' offsets differ.
 
         Args:
             calls: The members' calls, in group-rank order.
-            ranks: World ranks of the group.
+            ranks: The group's world ranks.
             sequence: The collective's number in its group.
             what: The collective's group and number, for the message.
 
         Raises:
-            ContractViolation: Two ranks exchanged two parts between this collective and an earlier
-                one.
+            ContractViolation: Two ranks swapped their parts between two collectives.
         """
-        # Entry by entry: `tensors` has one tensor of each member.
+        # `tensors` has a tensor of each member.
         sites = tuple([(call.file, call.line) for call in calls])
         for tensors in zip(*map(_symmetric, calls), strict=True):
             seen = _Sighting(
@@ -69,13 +67,13 @@ class SwapWatch:
             self._compare(seen, ranks=ranks, what=what)
 
     def _compare(self, seen: _Sighting, *, ranks: Sequence[int], what: str) -> None:
-        # Other entries of the call differed, but not this one.
+        # Other entries of the call differed, but not this entry.
         if len({offset[2] for offset in seen.offsets}) == 1:
             return
         for earlier in self._sightings:
             if earlier.like != seen.like:
                 continue
-                # Constant offsets, for example of ranks with different layouts, are consistent.
+            # Constant offsets are fine: ranks may have different layouts.
             if earlier.offsets == seen.offsets:
                 return
             pair = _exchanged(earlier.offsets, seen.offsets)
@@ -85,20 +83,20 @@ class SwapWatch:
 
 
 def _symmetric(call: Call) -> Sequence[Tensor]:
-    # The tensors with the same elements on all ranks: an all-gather's inputs are shards.
+    # Tensors with the same elements on all ranks; an all-gather's inputs are shards.
     return call.outputs if call.kind == "all_gather" else call.inputs
 
 
 def _offset_of(tensor: Tensor) -> _Offset:
     storage = tensor.untyped_storage()
     size = storage.nbytes()
-    # A tensor that is its whole storage has no offset that could be exchanged.
+    # If a tensor is its whole storage, there is no other part to swap.
     is_view = size > tensor.numel() * tensor.element_size()
     return storage.data_ptr(), size if is_view else 0, int(tensor.storage_offset())
 
 
 def _exchanged(before: Sequence[_Offset], now: Sequence[_Offset]) -> tuple[int, int] | None:
-    """Return two members, one that moved from offset x to y and one from y to x; else None."""
+    """Return two members that moved from offset x to y, and from y to x; None without."""
     moves: dict[tuple[int, int, int], int] = {}
     for member, (old, new) in enumerate(zip(before, now, strict=True)):
         # Skip members with another storage, no view, or no move.
@@ -117,7 +115,7 @@ def _violation(
     kind, dtype, numel = seen.like
     lines = [
         f"swapped buffers in {what}: {kind} of {numel} elements of {dtype}; two ranks passed the "
-        f"same two parts of their storage in exchanged order:"
+        f"same two parts of their storage in opposite order:"
     ]
     lines += [
         f"  rank {ranks[member]}: offset {sighting.offsets[member][2]} in #{sighting.sequence} at "
@@ -126,8 +124,8 @@ def _violation(
         for sighting in (earlier, seen)
     ]
     lines.append(
-        "The sums would be wrong without any error. Make both ranks pass their buffers in one "
-        "order."
+        "The sums would be wrong without any error. Make both ranks pass their buffers in the "
+        "same order."
     )
     return ContractViolation(
         "\n".join(lines), aspect="swapped-buffers", rank=ranks[pair[1]], other_rank=ranks[pair[0]]
