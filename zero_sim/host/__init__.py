@@ -1,1 +1,1 @@
-"""The process and its machine: files, signals, terminals, warnings and tracebacks."""
+"""The process and its machine: devices, files, signals, terminals, warnings and tracebacks."""

@@ -1,4 +1,4 @@
-"""Type checks of arguments that a caller passes: settings of a world, and programs of ranks."""
+"""Type checks for arguments of callers: a world's settings, and programs for ranks."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ WORLD_SETTINGS: Mapping[str, Kind] = {
     "strict": "True or False",
     "faults": "a list",
 }
-"""Kind of each setting of `zero_sim.sim.World`, which checks the values itself."""
+"""Kinds of `zero_sim.sim.World`'s settings. The world itself checks the values."""
 
 
 def is_of_kind(value: object, kind: Kind) -> bool:
-    """Return True if an argument has the right type; numpy's integers do, bools are no numbers."""
+    """Return True if an argument has the right type. numpy numbers do; bools are no numbers."""
     match kind:
         case "a name":
             return isinstance(value, str)
         case "an integer":
-            # bool is a subclass of int, so True would pass for 1.
+            # bool is a subclass of int, so True would count as 1.
             return isinstance(value, numbers.Integral) and not isinstance(value, bool)
         case "a number":
             return isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -45,7 +45,7 @@ def is_of_kind(value: object, kind: Kind) -> bool:
 
 
 def check_kind(name: str, value: object, kind: Kind) -> None:
-    """Check the type of an argument.
+    """Check an argument's type.
 
     Raises:
         UsageError: The argument has another type.
@@ -55,18 +55,17 @@ def check_kind(name: str, value: object, kind: Kind) -> None:
 
 
 def unrun_function(function: Callable[..., object]) -> str | None:
-    """Return the kind of a function whose call runs nothing of its body.
+    """Return the kind of a function whose body does not run when it is called.
 
     Args:
         function: Function, method, partial, or object with `__call__`.
 
     Returns:
-        `an async def function` or `a generator function`; None for any other.
+        `an async def function` or `a generator function`; None for all other functions.
     """
-    # A partial has no code of its own.
     while isinstance(function, functools.partial):
         function = function.func
-    # inspect looks at functions only, so an object's own `__call__` is passed instead.
+    # inspect only recognises functions, so pass an object's `__call__`.
     is_object = not inspect.isroutine(function) and not inspect.isclass(function)
     called = type(function).__call__ if is_object else function
     if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
@@ -75,14 +74,15 @@ def unrun_function(function: Callable[..., object]) -> str | None:
 
 
 def unrun_result(returned: object) -> str | None:
-    """Return the kind of a result whose body has not run, as from a lambda around such a function.
+    """Return the kind of the function that returned a result without running its body.
 
-    A coroutine is closed, because Python would warn about it as well.
+    For example, a lambda may call an `async def` function, which `unrun_function` cannot see.
 
     Returns:
-        `an async def function` or `a generator function`, as for `unrun_function`.
+        `an async def function` or `a generator function`; None for all other results.
     """
     if inspect.iscoroutine(returned):
+        # Or Python would warn that it was never awaited.
         returned.close()
     if inspect.isawaitable(returned) or inspect.isasyncgen(returned):
         return "an async def function"

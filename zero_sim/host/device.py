@@ -1,22 +1,22 @@
-"""Devices that cases compute on: their presence, reproducible bits, and seeds.
+"""Devices for cases: presence, reproducible bits, and seeds.
 
-A name is any that torch knows: `cpu`, `cuda`, `cuda:1`, or that of a vendor's package, which
-registers its device when torch is imported.
+torch must know a device's name: `cpu`, `cuda`, `cuda:1`, or the name that a vendor's package
+registers when torch is imported.
 
 [Note: the same bits]
-A GPU kernel may add in the order in which its blocks end, and the kernel for a product may be
-chosen by timing. So each case on a device runs with these settings, which are restored afterwards:
+A GPU kernel may add in the order in which its blocks end, and libraries may choose a kernel by
+timing. So each case on a device runs with these settings, which are restored afterwards:
 
 - torch's deterministic algorithms, which raise if an operation has none;
-- a cuBLAS workspace of fixed size, without which cuBLAS guarantees nothing for several streams;
+- a cuBLAS workspace of fixed size, because cuBLAS is not deterministic on several streams without;
 - fp32 products in fp32, not TF32; 16-bit sums without intermediate rounding;
 - cuDNN's deterministic algorithms, chosen without timing.
 
 Only the workspace's environment variable stays, because cuBLAS reads it once.
 
 [Note: the device that is there]
-torch's accelerator is looked up once. In a script whose GPUs are the CPU, torch reports one that
-has no generator and no streams to wait for.
+Look up torch's accelerator only once. Later, a script may use simulated GPUs, for which torch
+reports an accelerator without generator and streams.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from zero_sim.errors import EnvironmentProblem
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 WORKSPACES = (":4096:8", ":16:8")
-"""Workspaces (KiB:count) with which cuBLAS is deterministic. The first one is the default."""
+"""Workspaces (KiB:count) with which cuBLAS is deterministic. The first is the default."""
 
 _MIB = 1 << 20
-# torch's name of plain fp32, in contrast to TF32.
+# torch's name for plain fp32, in contrast to TF32.
 _IEEE = "ieee"
 
 
 def check_device(name: str) -> torch.device:
-    """Return the device of a name.
+    """Return the device with this name.
 
     Raises:
         EnvironmentProblem: This process cannot compute on it.
@@ -58,7 +58,7 @@ def check_device(name: str) -> torch.device:
         ) from error
     if device.type == "cpu":
         return device
-    # torch knows names of devices that no package here provides.
+    # torch also knows names of devices that no installed package provides.
     if device.type not in _present():
         what = "a GPU" if device.type == "cuda" else f"a device {device.type!r}"
         raise EnvironmentProblem(
@@ -68,7 +68,7 @@ def check_device(name: str) -> torch.device:
     count = torch.get_device_module(device).device_count()
     if device.index is not None and device.index >= count:
         raise EnvironmentProblem(
-            f"expected one of the devices {device.type}:0 to {device.type}:{count - 1}, got "
+            f"expected a device from {device.type}:0 to {device.type}:{count - 1}, got "
             f"{name!r}. Try --device {device.type}."
         )
     return device
@@ -79,8 +79,8 @@ def _present() -> list[str]:
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 
-@functools.cache
 # Cached, see [Note: the device that is there].
+@functools.cache
 def _accelerator() -> torch.device | None:
     return current_accelerator(check_available=True)
 
@@ -91,14 +91,14 @@ def computing_on(name: str, *, rank_threads: int) -> Iterator[Sequence[str]]:
 
     Args:
         name: Name of the device.
-        rank_threads: Largest number of threads of this process that compute on it.
+        rank_threads: Largest number of threads in this process that compute on it.
 
     Yields:
-        Descriptions of the settings; none for the CPU.
+        Descriptions of the settings; empty for the CPU.
 
     Raises:
-        EnvironmentProblem: The device is absent, the environment contradicts the settings, or its
-            memory does not suffice for so many ranks.
+        EnvironmentProblem: The device is absent, the environment contradicts the settings, or the
+            device has too little memory for the ranks' workspaces.
     """
     device = check_device(name)
     if device.type == "cpu":
@@ -120,7 +120,7 @@ def computing_on(name: str, *, rank_threads: int) -> Iterator[Sequence[str]]:
 
 
 def device_in_words(name: str) -> str:
-    """Describe a device with its model; empty for the CPU, and for an absent device."""
+    """Describe a device and its model; empty for the CPU and for an absent device."""
     try:
         device = check_device(name)
     except EnvironmentProblem:
@@ -129,7 +129,7 @@ def device_in_words(name: str) -> str:
 
 
 def use_in_thread(name: str) -> None:
-    """Select a device in a new thread, because the current device belongs to a thread."""
+    """Select a device in a new thread, because each thread has its own current device."""
     device = torch.device(name)
     if device.type != "cpu" and device.index is not None:
         torch.accelerator.set_device_index(device.index)
@@ -142,7 +142,7 @@ def _named(device: torch.device) -> str:
 
 
 def _settle(restored: ExitStack) -> None:
-    """Set everything that decides bits, and register its restoration."""
+    """Set everything that affects bits, and register its restoration."""
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
     for place, name, value in (
@@ -157,7 +157,7 @@ def _settle(restored: ExitStack) -> None:
     ):
         restored.callback(setattr, place, name, getattr(place, name))
         setattr(place, name, value)
-    # Restored as it was; within the case, an operation without such an algorithm must raise.
+    # In the case, an operation without deterministic algorithm must raise, not warn.
     mere_warning = torch.is_deterministic_algorithms_warn_only_enabled()
     restored.callback(
         torch.use_deterministic_algorithms,
@@ -168,19 +168,19 @@ def _settle(restored: ExitStack) -> None:
 
 
 def _settle_workspaces(device: torch.device, *, rank_threads: int) -> Iterator[str]:
-    """Fix the size of cuBLAS's workspaces, before a thread creates the first one."""
+    """Fix the size of cuBLAS's workspaces, before a thread creates the first workspace."""
     chosen = os.environ.setdefault(WORKSPACE, WORKSPACES[0])
     free_bytes, _ = torch.cuda.mem_get_info(device)
     yield workspaces_in_words(chosen, rank_threads=rank_threads, free_bytes=free_bytes)
 
 
 def workspaces_in_words(chosen: str, *, rank_threads: int, free_bytes: int) -> str:
-    """Describe the memory of cuBLAS's workspaces, one per thread.
+    """Describe the memory for cuBLAS's workspaces, one per thread.
 
     Args:
         chosen: Value of `CUBLAS_WORKSPACE_CONFIG`.
         rank_threads: Number of threads.
-        free_bytes: Free memory of the device.
+        free_bytes: The device's free memory.
 
     Raises:
         EnvironmentProblem: cuBLAS is not deterministic with this value, or the memory is too small.
@@ -198,7 +198,7 @@ def workspaces_in_words(chosen: str, *, rank_threads: int, free_bytes: int) -> s
         f"({WORKSPACE}={chosen}): {whole / _MIB:,.0f} MiB of {free_bytes / _MIB:,.0f} MiB free"
     )
     if whole > free_bytes:
-        # The second size is smaller, and as deterministic.
+        # The second workspace is smaller, and cuBLAS is deterministic with it too.
         smaller = "fewer ranks" if chosen == WORKSPACES[1] else f"{WORKSPACE}={WORKSPACES[1]}"
         raise EnvironmentProblem(
             f"expected ranks that fit on the device, got {told}. Try {smaller}."
@@ -207,13 +207,13 @@ def workspaces_in_words(chosen: str, *, rank_threads: int, free_bytes: int) -> s
 
 
 def seed_device(device: torch.device, seed: int) -> None:
-    """Seed the current device's generator; the CPU's is not changed."""
+    """Seed the current device's generator, but not the CPU's."""
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
 
 
 def random_state() -> Tensor | None:
-    """Return the state of the current device's generator; None if no device is in use."""
+    """Return the current device's random state; None if no device is in use."""
     module = _module_in_use()
     return None if module is None else module.get_rng_state()
 
@@ -225,7 +225,7 @@ def set_random_state(state: Tensor | None) -> None:
 
 
 def seeded_state(seed: int) -> Tensor | None:
-    """Return the generator's state after seeding; None if no device is in use."""
+    """Return the device's random state after seeding; None if no device is in use."""
     if _module_in_use() is None:
         return None
     accelerator = _accelerator()
@@ -233,12 +233,13 @@ def seeded_state(seed: int) -> Tensor | None:
 
 
 def has_accelerator() -> bool:
-    """Return True if this process can compute on another device than the CPU."""
+    """Return True if this process can compute on a device other than the CPU."""
     return _accelerator() is not None
 
 
 def _module_in_use() -> Any:
-    """Return torch's module of the accelerator; None if it is unused, because a look starts it."""
+    """Return torch's module for the accelerator; None if the accelerator is not in use."""
+    # Reading its state would start an unused accelerator.
     accelerator = _accelerator()
     if accelerator is None:
         return None

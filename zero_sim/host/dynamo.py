@@ -2,8 +2,9 @@
 
 torch's optimizers and `init_process_group` import `torch._dynamo` only to mark functions as not
 compiled. The import of its 800 modules takes more than a second, two fifths of the time to the
-first verdict on eager code. So a stand-in answers these calls. At any other use the real module is
-imported and replaces it for good, and functions wrapped before then go through it.
+first verdict on eager code. So a stand-in handles these calls. At any other use, the real module is
+imported and replaces the stand-in. Functions that the stand-in has wrapped then use the real
+module.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ _NAME = "torch._dynamo"
 
 
 def defer_dynamo() -> None:
-    """Defer the import of `torch._dynamo` until something compiles, unless it is imported."""
+    """Defer the import of `torch._dynamo` until something compiles, if it is not imported yet."""
     if _NAME in sys.modules:
         return
     deferred = _Deferred(_NAME, __doc__)
     sys.modules[_NAME] = deferred
-    # torch imports it as an attribute of itself, too.
+    # torch also accesses it as an attribute.
     torch.__dict__["_dynamo"] = deferred
     sys.meta_path.insert(0, _SubmoduleFinder())
 
 
 def real_dynamo() -> ModuleType:
-    """Return the real module, and import it first if necessary."""
+    """Return the real module. Import it if necessary."""
     if isinstance(sys.modules.get(_NAME), _Deferred):
-        # First, so that the import below loads the real module instead of finding the stand-in.
+        # Remove the stand-in first, because the import below would find it.
         del sys.modules[_NAME]
         del torch.__dict__["_dynamo"]
         sys.meta_path[:] = [
@@ -64,8 +65,8 @@ class _Deferred(ModuleType):
 
     @staticmethod
     def disable(fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Disable compilation of a function, by `torch._dynamo.disable` once that is imported."""
-        # For these the real function does more than wrap.
+        """Disable compilation of a function, with the real `disable` once it is imported."""
+        # For these arguments, the real function does more than wrap.
         if fn is None or not callable(fn) or isinstance(fn, type | torch.nn.Module):
             return real_dynamo().disable(fn, *args, **kwargs)
         disabled: list[Callable[..., Any]] = []
@@ -73,7 +74,7 @@ class _Deferred(ModuleType):
         @functools.wraps(fn)
         def plainly(*values: Any, **named: Any) -> Any:
             if not disabled:
-                # Still deferred, so nothing compiles and the function can run as it is.
+                # Still deferred, so nothing compiles and the function can run unchanged.
                 if _is_deferred():
                     return fn(*values, **named)
                 disabled.append(real_dynamo().disable(fn, *args, **kwargs))
@@ -90,7 +91,7 @@ class _DeferredRules(ModuleType):
 
     @staticmethod
     def clear_lru_cache() -> None:
-        """Clear the cache of rules, which is empty until the real module is imported."""
+        """Clear the rule cache, which is empty until the real module is imported."""
         if not _is_deferred():
             real_dynamo().trace_rules.clear_lru_cache()
 
@@ -99,12 +100,12 @@ class _DeferredRules(ModuleType):
 
 
 class _SubmoduleFinder(importlib.abc.MetaPathFinder):
-    """Import finder that imports the real package before any of its submodules."""
+    """Import finder that imports the real package before a submodule."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return a spec for a submodule of the package; None for everything else."""
+        """Return a spec for a submodule; None for all other modules."""
         if not fullname.startswith(f"{_NAME}."):
             return None
         real_dynamo()
@@ -113,7 +114,7 @@ class _SubmoduleFinder(importlib.abc.MetaPathFinder):
 
 
 class _Imported(importlib.abc.Loader):
-    """Loader for a module that is imported already."""
+    """Loader for a module that is already imported."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module

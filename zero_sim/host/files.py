@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all: under another name first, then renamed.
+"""Atomic writes: files are written under another name, then renamed.
 
 So an older file survives a full disk, and no reader sees half a file.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from zero_sim.errors import EnvironmentProblem, UsageError, ZeroSimError
 
-# Errors of the disk or the machine, for which another path would not help.
+# Errors of the disk or the machine, as opposed to errors in the path.
 _OF_MACHINE = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -29,11 +29,11 @@ _OF_MACHINE = (
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file, replacing an existing one at once or not at all.
+    """Write a file atomically.
 
     Args:
-        path: File to write. Its folder is created, and links are followed. Anything but a regular
-            file, such as `/dev/stdout` or a pipe with a reader, is written to directly.
+        path: File to write. Creates its folder and follows links. Writes directly to anything but a
+            regular file, such as `/dev/stdout` or a pipe with a reader.
         data: Complete contents.
 
     Raises:
@@ -41,20 +41,20 @@ def write_whole(path: Path, data: bytes) -> None:
     """
     mode = 0o666
     with contextlib.suppress(FileNotFoundError):
-        # Before links are followed, because the target of /dev/stdout may have no path.
+        # Before links are followed, because /dev/stdout's target may have no path.
         before = path.stat()
         if not stat.S_ISREG(before.st_mode):
             _write_to(path, data)
             return
         mode = stat.S_IMODE(before.st_mode)
-        # A rename only needs a writable folder. Check that the file itself is writable, too.
+        # A rename only needs a writable folder, so check that the file itself is writable.
         os.close(os.open(path, os.O_WRONLY))
-    # Through the link, so that a rename replaces the file and not the link.
+    # Follow links, because a rename would replace the link.
     path = Path(os.path.realpath(path))
     _make_folder(path.parent)
     aside = _aside(path)
     try:
-        # With the permissions of the file that it replaces.
+        # Keep the permissions of the replaced file.
         descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
@@ -66,10 +66,10 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def folder_whole(path: Path) -> Iterator[Path]:
-    """Yield a folder to write in, which is renamed to `path` at the end, or removed after an error.
+    """Yield a folder to write in. Rename it to `path` at the end, or remove it after an error.
 
     Args:
-        path: Final path, where nothing or an empty folder is.
+        path: Final path. Must not exist, or be an empty folder.
 
     Raises:
         OSError: The folder cannot be written.
@@ -79,7 +79,7 @@ def folder_whole(path: Path) -> Iterator[Path]:
     aside.mkdir()
     try:
         yield aside
-        # Fails if the path is a folder with contents, so nothing is overwritten.
+        # Fails if the path is a folder with contents, so it overwrites nothing.
         aside.rename(path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -90,11 +90,11 @@ def unwritten(what: str, path: Path | str, error: OSError) -> ZeroSimError:
 
     Args:
         what: Description of the file, such as `a page`.
-        path: Its path.
+        path: The file's path.
         error: The operating system's error.
 
     Returns:
-        A problem of the machine if the disk is full or fails, otherwise one of the path.
+        An EnvironmentProblem if the disk is full or fails, otherwise a UsageError.
     """
     why = f"expected to write {what} to {path}, got: {error.strerror or error}."
     if error.errno in _OF_MACHINE:
@@ -111,7 +111,7 @@ def _write_to(path: Path, data: bytes) -> None:
             raise OSError(errno.ENXIO, "a pipe without a reader", str(path)) from None
         raise
     with open(handle, "wb", buffering=0) as file:
-        # Blocking again: a slow reader is waited for.
+        # Blocking again, to wait for a slow reader.
         os.set_blocking(handle, True)
         while data:
             # Unbuffered writes may be partial.
@@ -122,7 +122,7 @@ def _make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
-        # mkdir reports "File exists" for a file in the way, which would mislead.
+        # A file in the way: mkdir's "File exists" would mislead.
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
 
 

@@ -1,4 +1,4 @@
-"""Frames of a traceback that belong to the user, and neither to zero_sim nor to Python itself."""
+"""The user's frames in a traceback, without frames of zero_sim and Python itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PYTHON = str(Path(traceback.__file__).parent)
 def is_of_user(file: str) -> bool:
     """Return True if a file belongs neither to zero_sim nor to Python's own modules."""
     is_pythons = file.startswith("<frozen ") or (
-        # Installed packages may lie below Python's own folder.
+        # Installed packages may lie in Python's own folder.
         file.startswith(_PYTHON) and "site-packages" not in file
     )
     return not is_pythons and not file.startswith(_PACKAGE)
@@ -39,10 +39,10 @@ def show_error(error: BaseException) -> str:
 
 
 def _theirs(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """Return the last user frames below our last one; if that is the lowest, of all frames."""
+    """Return the user's last frames: below zero_sim's last frame, or if there are none, of all."""
     ours = [i for i, frame in enumerate(frames) if frame.filename.startswith(_PACKAGE)]
     below = frames[ours[-1] + 1 :] if ours else []
-    # Frames above our last one called us; those below were called by us, such as a user's engine.
+    # Below zero_sim's last frame is code that it called, such as a user's engine.
     for some in (below, frames):
         theirs = [frame for frame in some if is_of_user(frame.filename)]
         if theirs:

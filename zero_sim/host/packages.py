@@ -1,4 +1,4 @@
-"""Packages that a command needs and that may not be installed."""
+"""Errors for packages that a command needs but that are not installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def packages_needed() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        # One of our own modules is missing, which is a bug.
+        # If our own module is missing, this is a bug.
         if (error.name or "").partition(".")[0] == "zero_sim":
             raise
         raise EnvironmentProblem(

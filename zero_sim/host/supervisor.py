@@ -1,9 +1,9 @@
-"""Supervisor: a process that runs its own command in another process, and reports its ending.
+"""Supervisor: a process that runs its own command in a second process, and reports how that ended.
 
-Foreign code can end the process that imports it, with a status of success, and nothing in that
-process can report this. So if a command imports foreign code, the started process does not: it
-starts the same command again, and exits with the status that the second process confirms at its
-end. A process that ends without confirmation has not succeeded.
+Foreign code can end the process that imports it with status 0, and nothing in that process can
+report this. So if a command imports foreign code, it runs in a second process. The first process
+starts the same command again, and exits with the status that the second confirms at its end. If
+the second process ends without confirmation, the command has failed.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from zero_sim.host.signals import ENDING
 from zero_sim.host.terminal import takes_codes
 from zero_sim.untrusted import printable
 
-# As for a usage error, and for a problem of the machine (zero_sim.errors).
+# Same as for UsageError and EnvironmentProblem in zero_sim.errors.
 EXIT_ENDED = 2
 EXIT_KILLED = 4
 # Environment variable with the descriptor for messages to the supervisor.
 _CHANNEL = "ZERO_SIM_SUPERVISOR"
 _WATCHED = (*ENDING, signal.SIGCHLD)
-# Interval at which messages are read while nothing ends.
+# Interval between reads of messages.
 _POLL_SECONDS = 0.05
 
 
 @dataclass(slots=True)
 class _Supervised:
-    """This process, if another one supervises it."""
+    """This process's connection to its supervisor."""
 
     channel: socket.socket
     pid: int = field(default_factory=os.getpid)
 
     def tell(self, **what: object) -> None:
-        # Forks of the code under test inherit the channel, but must not report anything.
+        # If the code under test forks, the fork inherits the channel but must not report anything.
         if os.getpid() == self.pid:
             with contextlib.suppress(OSError):
                 self.channel.sendall(json.dumps(what).encode() + b"\n")
@@ -56,40 +56,41 @@ class _Supervised:
 _supervised: _Supervised | None = None
 _cases = 0
 
-# Commands whose arguments may name a user's model, and the form of such a name.
+# Commands whose arguments may name a user's model, and the pattern of such a name.
 _TAKE_MODELS = ("memory", "traffic")
 _MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def foreign_target(arguments: Sequence[str]) -> str:
-    """Return the foreign code named by a command line; empty if there is none.
+    """Return the name of foreign code in a command line; empty if there is none.
 
     Args:
-        arguments: All words after the command's own name.
+        arguments: All words after the program's name.
     """
     if arguments and arguments[0] == "torchrun":
         return next((word for word in arguments if word.endswith(".py")), "the script")
     if arguments and arguments[0] in _TAKE_MODELS:
         return next((word for word in arguments[1:] if _MODEL.fullmatch(word)), "")
-    # Own targets are plain names. Foreign ones are `module:name`.
+    # Built-in targets are plain names. Foreign targets are `module:name`.
     named = [after for word, after in pairwise(arguments) if word == "--target"]
     named += [word.partition("=")[2] for word in arguments if word.startswith("--target=")]
     return next((name for name in named if ":" in name), "")
 
 
 def supervise(target: str) -> int:
-    """Run this process's own command again in another process.
+    """Run this process's command again in a second process.
 
-    The other process has the same terminal and streams. Signals that do not reach it are passed on.
+    The second process has the same terminal and streams. Signals that do not reach it are passed
+    on.
 
     Args:
-        target: Foreign code that the command imports.
+        target: Name of the foreign code that the command imports.
 
     Returns:
-        The exit status confirmed by the other process; 2 if it ended without confirmation, 4 if
-        the machine killed it.
+        The exit status that the second process confirmed; 2 if it ended without confirmation, 4 if
+        it was killed.
     """
-    # Inherited, so that signals wait until the other process listens for them.
+    # The second process inherits the mask, so signals wait until it listens for them.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     try:
         told, returncode = _run_again()
@@ -97,7 +98,7 @@ def supervise(target: str) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if told.status is not None:
         return told.status
-    # The other process could not clean up.
+    # The second process could not clean up.
     _restore_terminal()
     error, status = told.without_confirmation(returncode, target=target)
     print(printable(f"Error: {error}", lines=True), file=sys.stderr, flush=True)  # noqa: T201
@@ -106,11 +107,11 @@ def supervise(target: str) -> int:
 
 def _run_again() -> tuple[_Told, int]:
     ours, theirs = socket.socketpair()
-    # The child's end is closed here at once, so that reads end with the child.
+    # Close the child's end here at once, so that reads end when the child ends.
     with ours:
         with theirs:
             child = subprocess.Popen(
-                # The interpreter's own options too, such as -X or -W.
+                # With the interpreter's options, such as -X or -W.
                 [sys.executable, *sys.orig_argv[1:]],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, _CHANNEL: str(theirs.fileno())},
@@ -128,29 +129,29 @@ def _run_again() -> tuple[_Told, int]:
 
 
 def _wait_for_signal() -> int | None:
-    """Return a signal that the other process may not have received; None after a short wait."""
+    """Return a signal that the second process may not have received; None after a short wait."""
     if not hasattr(signal, "sigtimedwait"):
-        # Some systems do not report the sender. If the other process gets the signal twice in
-        # a short time, it counts as one.
+        # Some systems do not report the sender. If the second process gets the signal twice, it
+        # ignores the repeat (`signals.SAME_SECONDS`).
         time.sleep(_POLL_SECONDS)
         waiting = signal.sigpending() & set(_WATCHED)
         return signal.sigwait(waiting) if waiting else None
     came = signal.sigtimedwait(_WATCHED, _POLL_SECONDS)
-    # The terminal sends to all processes of a command (si_code > 0), others only to this one.
+    # A terminal signals all processes of a command (si_code > 0), other senders only this process.
     return came.si_signo if came is not None and came.si_code <= 0 else None
 
 
 @dataclass(slots=True)
 class _Told:
-    """Messages of the other process so far."""
+    """Messages from the second process so far."""
 
     status: int | None = None
     cases: int = 0
     doing: str = ""
     ending: Mapping[str, Any] = field(default_factory=dict)
-    """The call that ended the process, if it was observed."""
+    """The call that ended the process; empty if not observed."""
     passed_on: bool = False
-    """True if a signal was passed on to it."""
+    """True if a signal was passed on to the process."""
     unread: bytes = b""
 
     def read(self, channel: socket.socket) -> None:
@@ -183,7 +184,7 @@ class _Told:
             f"expected the command to reach its end, but the process that imported {target} "
             f"ended with {how}{where}, after {count}. That is no success, whatever the status."
         ]
-        # No process can catch SIGKILL, so the out-of-memory killer is the likely sender.
+        # The out-of-memory killer is the likely sender.
         if number == signal.SIGKILL:
             lines.append("Something killed it, as a machine does when its memory is full.")
             return "\n".join(lines), EXIT_KILLED
@@ -200,17 +201,17 @@ def _restore_terminal() -> None:
 
 
 def attach() -> bool:
-    """Connect to the process that supervises this one; return False if there is none."""
+    """Connect to this process's supervisor. Return False if there is none."""
     global _supervised
     descriptor = os.environ.pop(_CHANNEL, None)
     if descriptor is None:
         return False
     channel = socket.socket(fileno=int(descriptor))
-    # Not for processes of the code under test.
+    # Processes that the code under test starts must not report anything.
     channel.set_inheritable(False)
     _supervised = _Supervised(channel)
     threading.Thread(target=_end_with, args=(channel,), name="supervisor", daemon=True).start()
-    # sys.exit raises and can be seen. os._exit ends the process without a trace.
+    # sys.exit raises an exception, but os._exit ends the process without a trace.
     os._exit = _watched_exit
     return True
 
@@ -222,7 +223,7 @@ def listen() -> None:
 
 
 def note(doing: str) -> None:
-    """Report the next action of this process, in words that follow `at`."""
+    """Report this process's next action, in words that follow `at`."""
     if _supervised is not None:
         _supervised.tell(doing=doing, cases=_cases)
 
@@ -234,11 +235,7 @@ def count_case() -> None:
 
 
 def confirm(status: int) -> None:
-    """Confirm the end of the command.
-
-    Args:
-        status: Exit status of the command.
-    """
+    """Confirm that the command reached its end, with its exit status."""
     if _supervised is not None:
         _supervised.tell(finished=status, cases=_cases)
 
@@ -250,8 +247,8 @@ def end_process(status: int) -> NoReturn:
 
 
 def _end_with(channel: socket.socket) -> None:
-    """End this process with its supervisor, because its results would reach no reader."""
-    # The supervisor sends nothing, so this returns only when its end is closed.
+    """End this process when its supervisor ends, because no reader is left for its results."""
+    # The supervisor sends nothing, so this returns only when the supervisor's end is closed.
     with contextlib.suppress(OSError):
         channel.recv(1)
     _exit(1)

@@ -1,8 +1,8 @@
-"""Warnings of the code under test, each shown once for all cases and processes.
+"""Warnings from the code under test, each shown once for all cases and processes.
 
-Blocks of `warnings.catch_warnings` in torch and other libraries reset Python's memory of shown
-warnings, so thousands of cases would repeat the same one. If `-W` or `PYTHONWARNINGS` is set,
-Python's own behaviour stays.
+`warnings.catch_warnings`, which torch and other libraries use, makes Python forget shown warnings,
+so thousands of cases would repeat the same warning. If `-W` or `PYTHONWARNINGS` is set, Python's
+own behaviour stays.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Environment variable with a folder, which contains an empty file for each shown warning.
+# Environment variable with a folder that contains an empty file for each shown warning.
 _CLAIMS = "ZERO_SIM_WARNED"
 
 
 @contextlib.contextmanager
 def telling_once() -> Iterator[None]:
-    """Show each warning once, in this process and those that it starts."""
-    # The user's own filters, or a parent process that has done this already.
+    """Show each warning once, in this process and all processes that it starts."""
+    # Keep the user's own filters, and do nothing if a parent process has done this already.
     if sys.warnoptions or _CLAIMS in os.environ:
         yield
         return
     folder = Path(tempfile.gettempdir(), f"zero-sim-warned-{os.getpid()}-{secrets.token_hex(4)}")
-    # In the environment, so that processes started later find it.
+    # In the environment, so that started processes find it.
     before, os.environ[_CLAIMS] = warnings.showwarning, str(folder)
     tell_once()
     try:
@@ -43,7 +43,7 @@ def telling_once() -> Iterator[None]:
 
 
 def tell_once() -> None:
-    """Suppress warnings already shown by a related process, in a process started by another."""
+    """In a started process, suppress warnings that a related process has already shown."""
     folder = os.environ.get(_CLAIMS)
     if folder is not None:
         warnings.showwarning = _once(warnings.showwarning, Path(folder))
@@ -55,20 +55,20 @@ def _once(show: Callable[..., None], folder: Path) -> Callable[..., None]:
     def show_once(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any
     ) -> None:
-        # Without the text, which may contain the name of a tensor or a number.
+        # Without the text, which may contain a tensor's name or a number.
         place = f"{category.__name__} {filename} {lineno}"
         key = hashlib.sha256(place.encode(errors="replace")).hexdigest()[:32]
         if key in seen:
             return
         seen.add(key)
         try:
-            # Exclusive creation decides between processes that show the warning at the same time.
+            # Exclusive creation succeeds in only one of several processes.
             folder.mkdir(exist_ok=True)
             os.close(os.open(folder / key, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return
         except OSError:
-            pass  # On a full disk, each process shows it once.
+            pass  # On a full disk, each process shows the warning once.
         show(message, category, filename, lineno, *rest)
 
     return show_once

@@ -1,4 +1,4 @@
-"""Buffers in flight: memory that a rank has lent to operations it has not waited for."""
+"""Buffers in flight: memory that a rank lent to operations and has not waited for."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from zero_sim.sim.callsite import site_of
 
 Role = Literal["input", "output"]
-"""Use by the operation. In flight, the program may read an input, but not write it. An output
-allows neither."""
+"""Use by the operation. In flight, the program may read inputs, but not write them. It may do
+neither with outputs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class InFlightBuffer:
-    """One tensor that an operation reads or writes until the rank has waited for it."""
+    """A tensor that an operation reads or writes until the rank has waited."""
 
     role: Role
     tensor: Tensor
     what: str
-    """The operation, as in `all_gather #3 of group world`."""
+    """The operation, such as `all_gather #3 of group world`."""
     file: str
     line: int
     """Call site of the issue."""
     whole: Tensor | None = None
-    """The whole tensor given to the operation, if `tensor` may be a part of it."""
+    """The program's tensor, if `tensor` may be only a part of it."""
     undefined: bool = False
     """True if the operation leaves undefined content; see `UndefinedMemory`."""
 
@@ -40,20 +40,20 @@ class InFlightBuffer:
 
 
 class InFlightBuffers:
-    """One rank's buffers in flight, in the order of issue."""
+    """A rank's buffers in flight, in order of issue."""
 
     def __init__(self) -> None:
-        # By id: tensors inside make == elementwise.
+        # By id, because tensors make == elementwise.
         self._buffers: dict[int, InFlightBuffer] = {}
         self.changes = 0
-        """Number of changes so far. Caches of the content compare it."""
+        """Number of changes so far, for caches."""
         self.watcher: Callable[[], None] | None = None
-        """Called after the first buffer was added and after the last one landed."""
+        """Called after the first buffer was added, and after the last buffer landed."""
         self.works_with_callbacks: dict[Any, None] = {}
         """Works with callbacks that the rank has not waited for. A dict, to keep their order."""
         self.undefined = UndefinedMemory()
-        """Landed outputs with undefined content. Empty without a watcher, because nothing would
-        notice that the program overwrites them."""
+        """Landed outputs with undefined content. Empty without a watcher, because no other code
+        sees that the program overwrites them."""
 
     def __iter__(self) -> Iterator[InFlightBuffer]:
         return iter(self._buffers.values())
@@ -65,7 +65,7 @@ class InFlightBuffers:
         """Note that the buffer's memory is lent from now on."""
         self._buffers[id(buffer)] = buffer
         self.changes += 1
-        # The operation overwrites the tensor, so old undefined content is gone.
+        # The operation overwrites the tensor, so it is no longer undefined.
         if buffer.role == "output":
             self.undefined.define(buffer.tensor)
         if self.watcher is not None and len(self._buffers) == 1:
@@ -78,7 +78,7 @@ class InFlightBuffers:
         self.changes += 1
         if self.watcher is None:
             return True
-        # Mark before the watcher is called: it decides if anything is left to watch.
+        # Before the watcher is called, which checks if anything is left to watch.
         if buffer.undefined:
             origin = f"output of {buffer.what}, issued at {buffer.site}"
             self.undefined.mark(buffer.tensor, origin=origin)
@@ -96,21 +96,21 @@ class InFlightBuffers:
 
 @dataclass(slots=True, kw_only=True)
 class _ByteMap:
-    """Undefined bytes of one storage."""
+    """A storage's undefined bytes."""
 
     storage: StorageWeakRef
-    """Weak, so that watching memory does not keep it alive."""
+    """Weak, so that it does not keep memory alive."""
     undefined: np.ndarray
-    """1D bool, one element per byte of the storage."""
+    """1D bool, with an element per byte of the storage."""
     origin: str
 
 
-# [Note: one scratch for several outputs] A program that needs fewer results than its group has
-# members may repeat one scratch tensor in the list of outputs. NCCL and gloo accept that. The order
-# of their writes is undefined, and so is the scratch's content until the program overwrites it.
-# Such memory is poisoned, and the race detector refuses reads of it.
+# [Note: one scratch for several outputs] If a program does not need all members' results, it may
+# repeat a scratch tensor in the list of outputs. NCCL and gloo accept that. They write in any
+# order, so the scratch's content is undefined until the program overwrites it. It is poisoned, and
+# the race detector refuses reads.
 class UndefinedMemory:
-    """Undefined bytes of a rank's memory. Falsy if there are none.
+    """Undefined bytes in a rank's memory. Falsy if there are none.
 
     See [Note: one scratch for several outputs].
     """
@@ -120,14 +120,14 @@ class UndefinedMemory:
 
     def __bool__(self) -> bool:
         if self._maps:
-            # Memory that the program has freed needs no watching.
+            # Forget memory that the program has freed.
             self._maps = {
                 key: each for key, each in self._maps.items() if not each.storage.expired()
             }
         return bool(self._maps)
 
     def mark(self, tensor: Tensor, *, origin: str) -> None:
-        """Note that a tensor's content is undefined from now on.
+        """Mark a tensor as undefined.
 
         Args:
             tensor: Dense, any strides.
@@ -143,7 +143,7 @@ class UndefinedMemory:
         _bytes_of(tensor, known.undefined)[...] = True
 
     def define(self, tensor: Tensor) -> None:
-        """Note that a tensor was overwritten."""
+        """Mark a tensor as defined, because it was overwritten."""
         known = self._map_of(tensor)
         if known is not None:
             _bytes_of(tensor, known.undefined)[...] = False
@@ -151,7 +151,7 @@ class UndefinedMemory:
                 del self._maps[tensor.untyped_storage()._cdata]
 
     def origin_of(self, tensor: Tensor) -> str | None:
-        """Return the output and call that left a part of the tensor undefined, or None."""
+        """Return the origin of undefined content in a tensor; None if it has none."""
         known = self._map_of(tensor)
         if known is None or not _bytes_of(tensor, known.undefined).any():
             return None
@@ -166,10 +166,10 @@ class UndefinedMemory:
             return None
         try:
             storage = tensor.untyped_storage()
-        except RuntimeError:  # Sparse tensors, for example, have no storage.
+        except RuntimeError:  # For example, sparse tensors have no storage.
             return None
         known = self._maps.get(storage._cdata)
-        # A resized storage has new content, and an address can be reused after its storage died.
+        # A resized storage has new content, and a new storage may reuse a dead storage's address.
         if known is None or known.storage.expired() or known.undefined.size != storage.nbytes():
             self._maps.pop(storage._cdata, None)
             return None
@@ -177,10 +177,8 @@ class UndefinedMemory:
 
 
 def _bytes_of(tensor: Tensor, bytes_of_storage: np.ndarray) -> np.ndarray:
-    """Return a tensor's elements in an array with one element per byte of its storage.
-
-    Shape [*tensor.shape, bytes per element]; a view.
-    """
+    """Return a tensor's part of an array with an element per byte of its storage, as a view."""
+    # [*tensor.shape, bytes per element]
     width = tensor.element_size()
     return np.lib.stride_tricks.as_strided(
         bytes_of_storage[tensor.storage_offset() * width :],

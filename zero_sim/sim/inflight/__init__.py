@@ -1,1 +1,1 @@
-"""Operations in flight: their timing, the memory lent to them, and races with it."""
+"""Operations in flight: their timing, the memory lent to them, and races on this memory."""

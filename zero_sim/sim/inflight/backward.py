@@ -1,4 +1,4 @@
-"""Hooks around the backwards of a thread. torch's private names for them are used only here."""
+"""Hooks around a thread's backwards. torch's private names for them stay in here."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.autograd import Variable
 
 
 class Listener(Protocol):
-    """Receiver of the backwards of its thread."""
+    """Provides a context for each backward in its thread."""
 
     def in_backward(self) -> AbstractContextManager[object]:
-        """Return the context for one backward."""
+        """Return the context for a backward."""
         ...
 
 
@@ -24,11 +24,12 @@ class _Listening(threading.local):
 
 
 # [Note: modes in a backward] When a backward begins, torch's engine saves the thread's modes, and
-# restores them for every node. A mode that a hook pushes is gone after the hook's node. So a mode
-# that must see a whole backward, in which memory may be lent, must be pushed before it begins. All
-# backwards from Python go through one object of torch, which is replaced while a listener exists.
+# it restores them for every node. If a hook pushes a mode, it is gone after the hook's node. A hook
+# may lend memory, so a mode that must see the whole backward is pushed before the backward begins.
+# All backwards from Python go through a single engine object, which is replaced while a listener
+# exists.
 class _Engine(_ImperativeEngine):
-    """torch's engine, which runs a listener's backwards in its context."""
+    """torch's engine, with the listener's context around each backward."""
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         listener = _listening.listener
@@ -47,7 +48,7 @@ _originals: list[Any] = []
 
 
 def listen(listener: Listener) -> None:
-    """Run every later backward of the calling thread in a context of the listener."""
+    """Run every later backward of the calling thread in the listener's context."""
     global _count
     with _lock:
         _count += 1
@@ -58,7 +59,7 @@ def listen(listener: Listener) -> None:
 
 
 def stop_listening() -> None:
-    """Undo `listen`. The last call restores torch's own engine."""
+    """Undo `listen`. The last listener's call restores torch's engine."""
     global _count
     _listening.listener = None
     with _lock:
@@ -67,13 +68,13 @@ def stop_listening() -> None:
             Variable._execution_engine = _originals.pop()
 
 
-# [Note: leftovers of a backward] If a node raises, ready nodes stay in a queue of the thread with
-# all their saved tensors. The thread's next backward drops them. Without one, they live until the
-# thread's C++ locals are destroyed, after Python has joined the thread. Their hooks then need the
-# interpreter, so if it is being finalized, the process aborts.
+# [Note: leftovers of a backward] If a node raises, ready nodes stay in a queue of the thread, with
+# all their saved tensors, until the thread's next backward. Without a next backward, they stay
+# until the thread's C++ locals are destroyed, after Python has joined the thread. Then their hooks
+# need the interpreter, so if it is being finalized, the process aborts.
 def drop_unfinished() -> None:
-    """Drop what a backward left in the thread; see [Note: leftovers of a backward]."""
-    # Skip threads without nodes, which ran no backward: a first backward takes ten times as long.
+    """Drop nodes that a failed backward left; see [Note: leftovers of a backward]."""
+    # Skip threads that made no node, because a thread's first backward takes ten times as long.
     if not torch.autograd._get_sequence_nr():
         return
     with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Futures of operations in flight. They complete in the thread of their rank."""
+"""Futures of operations in flight. They complete in their rank's thread."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from zero_sim.sim.failures import WorldFailure
 
 
 class FutureSource(Protocol):
-    """The operation or operations behind a future: a work."""
+    """The work behind a future."""
 
     def wait(self) -> bool:
         """Block the rank until the operation is done. Then the rank may use its memory."""
         ...
 
     def poll_future(self) -> None:
-        """Complete its futures if it was performed; otherwise let other ranks run."""
+        """Complete the work's futures if it was performed; otherwise let other ranks run."""
         ...
 
     def complete_written(self) -> None:
-        """Complete its futures if its outputs are already written."""
+        """Complete the work's futures if its outputs are written."""
         ...
 
     def note_callback(self) -> None:
-        """Note that a future has a callback, until the rank has waited for the operation."""
+        """Note that a future has a callback, until the rank has waited."""
         ...
 
     def memory_for_callback(self) -> AbstractContextManager[object]:
-        """Return a context with its outputs available and its memory not in flight."""
+        """Return a context in which the outputs are available and not in flight."""
         ...
 
 
 class _Settled(torch.futures.Future):
-    """The done future that a callback gets. Its wait() does not wait for the work."""
+    """The argument of a callback: a done future, whose wait() does not wait for the work."""
 
     def wait(self) -> Any:
         """Return the result."""
@@ -46,45 +46,43 @@ class _Settled(torch.futures.Future):
 
 # [Note: completion] A future is done once its outputs are written, or once the rank polled `done()`
 # after the operation was performed. The timing decides which comes first. As with NCCL, a done
-# future is not a wait. The outputs stay in flight until the rank waits for the work, one of its
-# futures, or a future that `then` made.
+# future is not a wait: the outputs stay in flight until the rank waits for the work, for any of its
+# futures, or for a future returned by `then`.
 #
-# A callback runs inside of `then` if the future is done, otherwise when it becomes done. While it
-# runs, the outputs are available and not in flight, because NCCL runs callbacks on a stream that
-# waits. In `then`, NCCL's futures are always done; gloo's become done at any later time. So a
-# collective that a callback issues has no fixed position among those of the program.
+# A callback runs inside `then` if the future is done, and if not, when it becomes done. While the
+# callback runs, the outputs are available and not in flight, because NCCL runs callbacks on a
+# stream that waits. In `then`, NCCL's futures are always done, but gloo's become done at any later
+# time. So if a callback issues a collective, its position in the program's order is not fixed.
 #
-# [Note: C++] C++ that blocks on a future blocks the rank's thread, so no other rank could run.
-# Therefore every future is done before C++ gets it. `zero_sim.sim.world.torch_futures` has the
-# places.
+# [Note: C++] If C++ blocks on a future, it blocks the rank's thread and no other rank can run. So
+# every future is done before C++ gets it; see `zero_sim.sim.world.torch_futures`.
 class SimFuture(torch.futures.Future):
-    """The result of works, or of callbacks on it; see [Note: completion].
+    """The future of works, or of a callback's result; see [Note: completion].
 
     Args:
-        works: The works to wait for, all of one rank.
-        has_plain: True if it also depends on plain futures, without a work.
+        works: The works to wait for, all of the same rank.
+        has_plain: True if the future also depends on plain futures, without a work.
     """
 
     def __init__(self, works: Sequence[FutureSource], *, has_plain: bool = False) -> None:
         super().__init__()
         self.works = works
         self.has_plain = has_plain
-        # Not in torch's own list, because they need the works' memory while they run.
+        # Not in torch's list, because callbacks need the works' memory while they run.
         self._callbacks: list[Callable[[], None]] = []
 
     def wait(self) -> Any:
-        """Wait for all works and return the result. Other ranks run meanwhile."""
+        """Wait for all works and return the result."""
         self.wait_for_works()
         return super().wait()
 
     def wait_for_works(self) -> None:
         """Wait for all works, even if the result is an exception."""
-        # A work that has landed returns at once.
         for work in self.works:
             work.wait()
 
     def done(self) -> bool:
-        """Return True if the result is known, which is no wait; otherwise let other ranks run."""
+        """Return True if the result is known; otherwise let other ranks run. Not a wait."""
         if not super().done():
             for work in self.works:
                 work.poll_future()
@@ -99,25 +97,25 @@ class SimFuture(torch.futures.Future):
         self._catch_up()
         if not super().done():
             raise RuntimeError(
-                "expected a future that is done, got value() of one that is not. "
+                "expected value() of a future that is done, got a future that is not. "
                 "Call wait(), which returns the value."
             )
         return super().value()
 
     def then(self, callback: Callable[[torch.futures.Future], Any]) -> SimFuture:
-        """Return a future of the callback's result. A wait for it waits for the works."""
+        """Return a future for the callback's result. Waiting for it waits for the works."""
         child = SimFuture(self.works, has_plain=self.has_plain)
         self._add(lambda: child.complete(lambda: self._call(callback)))
         return child
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future], Any]) -> None:
-        """Call back when done. Errors of the callback are printed, because nothing waits for it."""
+        """Call back when done. Print the callback's errors, because nothing waits for it."""
 
         def run() -> None:
             try:
                 self._call(callback)
-                # The world's own end must reach the rank.
             except WorldFailure:
+                # The end of the world must reach the rank.
                 raise
             except Exception:  # noqa: BLE001
                 traceback.print_exc()
@@ -125,7 +123,7 @@ class SimFuture(torch.futures.Future):
         self._add(run)
 
     def complete(self, result: Callable[[], Any]) -> None:
-        """Set the result or exception of a function, then run the callbacks."""
+        """Set the result or exception of a function call, then run the callbacks."""
         try:
             value = result()
         except WorldFailure:
@@ -138,13 +136,13 @@ class SimFuture(torch.futures.Future):
 
     def run_callbacks(self) -> None:
         """Run all callbacks, after the result is known."""
-        # Taken out first, because a callback may add others.
+        # Take them out first, because a callback may add others.
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
 
     def when_done(self, action: Callable[[], None]) -> None:
-        """Run an action once the result is known, without the works' memory."""
+        """Run an action once the result is known. The works' memory may stay in flight."""
         self._catch_up()
         if super().done():
             action()
@@ -162,7 +160,7 @@ class SimFuture(torch.futures.Future):
                 work.complete_written()
 
     def _call(self, callback: Callable[[torch.futures.Future], Any]) -> Any:
-        """Call a callback. Its exception is wrapped like in torch."""
+        """Call a callback. Wrap its exception as torch does."""
         with ExitStack() as memory:
             # See [Note: completion]: the callback may use the outputs.
             for work in self.works:
@@ -187,13 +185,9 @@ class SimFuture(torch.futures.Future):
 
 
 def collect_all(futures: Sequence[torch.futures.Future]) -> SimFuture:
-    """Return a future of a list of futures, done when all are.
-
-    Args:
-        futures: At least one, some of them of works.
-    """
+    """Return a future that is done when all `futures` are, at least one of them a SimFuture."""
     of_works = [each for each in futures if isinstance(each, SimFuture)]
-    # Ordered and without duplicates: a deterministic order of waits.
+    # Ordered and without duplicates, so that waits have a deterministic order.
     works = dict.fromkeys(work for each in of_works for work in each.works)
     has_plain = len(of_works) < len(futures) or any(each.has_plain for each in of_works)
     collected = SimFuture(list(works), has_plain=has_plain)
@@ -214,7 +208,7 @@ def collect_all(futures: Sequence[torch.futures.Future]) -> SimFuture:
 
 
 def _without_error(futures: Sequence[torch.futures.Future]) -> list[torch.futures.Future]:
-    # `value` raises the exception of a failed future.
+    # `value` raises a failed future's exception.
     for future in futures:
         future.value()
     return list(futures)

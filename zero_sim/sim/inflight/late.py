@@ -1,4 +1,4 @@
-"""Late operations: `lazy` delays them as long as waits allow, `hostile` by random amounts."""
+"""Late timings: `lazy` delays operations as long as waits allow, `hostile` by drawn amounts."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from zero_sim.sim.streams import finish_streams
 from zero_sim.sim.waits import Pending, Turns
 
 _ROUNDS_LATE_MAX = 4
-"""Longest drawn delay, in calls into the world by each member of the group."""
+"""Longest drawn delay, in calls into the world per group member."""
 
 _REFUSALS_MAX = 2
-"""Most polls of a performed work that may return False."""
+"""Largest drawn number of polls that return False although the operation was performed."""
 
 TIMINGS = ("eager", "lazy", "hostile")
 
@@ -41,15 +41,15 @@ def build_timing(
     buffers: Sequence[InFlightBuffers],
     races: bool,
 ) -> Timing:
-    """Return the timing of that name, for one run.
+    """Return the timing with this name for a run.
 
     Args:
-        name: One of `TIMINGS`.
-        seed: Seed of the draws.
-        order: Order model of the reductions.
-        turns: Control over turns.
-        buffers: Each rank's buffers in flight, by world rank.
-        races: True if the run has race detectors, which need the lent memory.
+        name: An entry of `TIMINGS`.
+        seed: Seed for draws.
+        order: Order model for reductions.
+        turns: The run's baton.
+        buffers: Buffers in flight, by world rank.
+        races: True if the run has race detectors.
     """
     eager = Eager(order=order, turns=turns, buffers=buffers, races=races)
     if name == "eager":
@@ -66,29 +66,29 @@ def build_timing(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatePlan:
-    """Delays of one member's side of one operation. The defaults are those of `lazy`."""
+    """Delays in a member's part of an operation. The defaults are for `lazy`."""
 
     read_late: bool = True
     """True to read inputs when the operation is performed, False when it is issued."""
     write: Literal["perform", "later", "wait"] = "wait"
     write_after: int = 0
-    """Number of calls into the world between performing and a write that is `later`."""
+    """With `write = "later"`, number of calls into the world between performing and writing."""
     let_others_run: bool = True
-    """True if a wait first passes on the baton although the operation could be performed."""
+    """True to pass on the baton at a wait, although the operation could be performed."""
     refusals: int = 0
     """Number of polls that return False although the operation was performed."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LateOp:
-    """One member's side of an operation; a `RankOp`."""
+    """A member's part of an operation; a `RankOp`."""
 
     awaited: Pending
     rank: int
     record: int
-    """Index of its record in the log."""
+    """Index of the call's record in the log."""
     key: str
-    """Unique name of the side, for draws."""
+    """Unique name, as a seed for draws."""
     snapshots: BufferSnapshots
     plan: LatePlan
     operation: Operation
@@ -99,53 +99,53 @@ class LateOp:
 
     @property
     def buffers(self) -> Sequence[InFlightBuffer]:
-        """The rank's buffers in flight; `RankOp.buffers`."""
+        """The rank's buffers that this operation uses."""
         return self.snapshots.buffers
 
     def start_wait(self) -> None:
-        """Perform the operation if the plan does not let others run first; `RankOp.start_wait`."""
+        """See `Late.start_wait`."""
         self.timing.start_wait(self)
 
     def poll(self) -> None:
-        """Count a poll, which may perform an operation to let polls end; `RankOp.poll`."""
+        """See `Late.poll`."""
         self.timing.poll(self)
 
     def admits(self) -> bool:
-        """Return False for the drawn number of refusals, then True; `RankOp.admits`."""
+        """Return False for the drawn number of refusals, then True."""
         if self.refusals_left and not self.landed:
             self.refusals_left -= 1
             return False
         return True
 
     def land(self) -> None:
-        """Write the outputs if they are missing; `RankOp.land`."""
+        """See `Late.land`."""
         self.timing.land(self)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Operation:
-    """One collective, or a send with its receive."""
+    """A collective, or a send with its receive."""
 
     awaited: list[Pending] = field(default_factory=list)
     ops: dict[int, LateOp] = field(default_factory=dict)
-    """Sides by member: the group rank; for messages 0 for a send and 1 for its receive."""
+    """Parts by group rank; in a message, 0 for the send and 1 for the receive."""
     polls_left: int = 0
 
     @property
     def has_waiter(self) -> bool:
-        """True if a rank passed on the baton until it is performed."""
+        """True if a rank waits until the operation is performed."""
         return any(awaited.waiters for awaited in self.awaited)
 
 
 class Late:
-    """Performs the operations of one run later than eagerly; a `Timing`.
+    """A `Timing` that performs operations later than `Eager`.
 
     Args:
-        hostile: True to draw delays, False for the longest.
-        seed: Seed of the draws.
-        order: Order model of the reductions.
-        turns: Control over turns. Calls `force` when no rank can run.
-        buffers: Each rank's buffers in flight, by world rank.
+        hostile: True to draw delays, False for the longest delays.
+        seed: Seed for draws.
+        order: Order model for reductions.
+        turns: The run's baton, which calls `force` if no rank can run.
+        buffers: Buffers in flight, by world rank.
         eager: Performs operations that cannot be late.
     """
 
@@ -167,20 +167,20 @@ class Late:
         self._log = turns.log
         self._buffers = buffers
         self._forcing = random.Random(f"{seed}|forcing")
-        # Operations that are not performed yet, by each member's wait.
+        # Operations that are not performed yet. A message may have two keys.
         self._open: dict[Pending, Operation] = {}
         self._full: dict[Operation, None] = {}
-        """Operations ready to be performed, oldest first."""
+        """Operations that all members have issued, oldest first."""
         self._agenda = _Agenda()
-        # Polls since the last progress, by all ranks together.
+        # Polls of all ranks since the last progress.
         self._idle_polls = 0
 
     def issue(self, awaited: Pending, call: Call, *, rank: int, member: int, record: int) -> RankOp:
         """Copy a member's inputs and poison its outputs; `Timing.issue`."""
         if call.kind == SPARSE:
-            # Sparse memory cannot be lent, and so not delayed.
+            # Sparse tensors have no fixed memory to lend, so they cannot be late.
             return self._eager.issue(awaited, call, rank=rank, member=member, record=record)
-        # A message's second half joins the operation of its first.
+        # A message's second half joins the first half's operation.
         operation = self._open.get(awaited.joins or awaited) or Operation()
         if awaited not in operation.awaited:
             operation.awaited.append(awaited)
@@ -188,7 +188,7 @@ class Late:
         key = f"{self._seed}|{awaited.key}|{member}"
         # See [Note: draws].
         plan = _draw_plan(key, group_size=awaited.size) if self._hostile else LatePlan()
-        # An overlap with memory in flight ends the world here.
+        # An overlap with other memory in flight raises here.
         with _EndingTheWorld(self._turns, rank):
             snapshots = BufferSnapshots(
                 call,
@@ -221,34 +221,33 @@ class Late:
         return op
 
     def advance(self) -> None:
-        """Do what is due at this tick; `Timing.advance`."""
+        """Carry out actions that are due at this tick; `Timing.advance`."""
         self._agenda.do(self._log.tick)
 
     def start_wait(self, op: LateOp) -> None:
-        """Note that a rank begins to wait. This may perform the operation.
+        """Perform the operation at the start of a wait, unless the plan lets others run first.
 
         Raises:
-            WorldFailure: Performing it failed.
+            WorldFailure: The operation failed.
         """
         self._idle_polls = 0
         if not op.plan.let_others_run:
             self._perform(op.operation)
 
     def poll(self, op: LateOp) -> None:
-        """Note that a poll returned False. This may perform an operation, so that polls end.
+        """Note that a poll returned False. After some polls, perform an operation.
 
         Raises:
-            WorldFailure: Performing it failed.
+            WorldFailure: The operation failed.
         """
         operation = op.operation
         if operation in self._full:
-            # Ready to be performed: after some refusals it is.
             operation.polls_left -= 1
             if operation.polls_left < 0:
                 self._perform(operation)
             return
-        # Ranks that poll in turns keep each other ready. Then `force` is never called for an
-        # operation that a third rank waits for.
+        # Ranks that poll in turns keep each other ready, so `force` is never called. But a third
+        # rank may wait for an operation.
         self._idle_polls += 1
         if self._idle_polls > len(self._buffers):
             self._idle_polls = 0
@@ -256,21 +255,21 @@ class Late:
                 self._perform(waited_for)
 
     def force(self, *, running: bool) -> bool:
-        """Perform an awaited operation, or a drawn one if hostile; `Timing.force`."""
+        """Perform the first awaited operation, or a drawn operation if hostile; `Timing.force`."""
         eligible = [full for full in self._full if full.has_waiter or not running]
         if not eligible or self._turns.failure is not None:
             return False
-        # Hostile: an operation that no rank waits for yet may come first, too. Own generator, so
-        # that these draws do not shift others.
+        # If hostile, draw also among operations without a waiting rank. The generator is separate,
+        # so that these draws do not shift others.
         chosen = self._forcing.choice(list(self._full)) if self._hostile else eligible[0]
         try:
             self._perform(chosen)
         except WorldFailure:
-            return False  # The baton has the failure; it does not concern this thread's rank.
+            return False  # The baton has the failure, which need not be this thread's rank's.
         return True
 
     def land(self, op: LateOp) -> None:
-        """End a rank's wait: its outputs are there and it owns its memory again.
+        """End a rank's wait: write missing outputs, and return the memory to the rank.
 
         Raises:
             InFlightRace: The memory does not have its expected content.
@@ -280,24 +279,24 @@ class Late:
         self._idle_polls = 0
         if op.written:
             with _EndingTheWorld(self._turns, op.rank):
-                # Last chance to see a write of the program between issue and wait.
+                # The last chance to see that the program wrote between issue and wait.
                 op.snapshots.check_inputs()
                 op.snapshots.check_outputs()
         else:
             self._write(op)
         op.landed = True
-        # The copies are as large as the tensors.
+        # Free the copies, which are as large as the tensors.
         op.snapshots.forget()
 
     def _fill(self, operation: Operation) -> None:
-        """Draw when a complete operation is performed."""
+        """Note that all members have called, and draw when to perform the operation."""
         self._full[operation] = None
         if not self._hostile:
             return
         draws = random.Random(f"{operation.ops[0].key}|operation")
         horizon = _horizon(len(operation.ops))
         operation.polls_left = draws.randint(0, _REFUSALS_MAX)
-        # `forced`: only at a wait, by polls, or when no rank can run.
+        # `forced`: only at a wait, after polls, or if no rank can run.
         when = draws.choice(("at once", "later", "forced"))
         after = draws.randint(1, horizon)
         if when == "at once":
@@ -306,13 +305,13 @@ class Late:
             self._do_after(after, lambda: self._perform(operation))
 
     def _perform(self, operation: Operation) -> None:
-        """Combine all members' inputs, unless done already or a member is missing."""
+        """Perform the operation, unless this is done already or a member is missing."""
         if operation not in self._full:
             return
         del self._full[operation]
         self._idle_polls = 0
-        # In member order, which does not depend on the schedule. The last to issue takes the blame
-        # for errors without a rank.
+        # In member order, which does not depend on the schedule. Errors without a rank are
+        # attributed to the last member that issued.
         ops = [op for _, op in sorted(operation.ops.items())]
         with _EndingTheWorld(self._turns, list(operation.ops.values())[-1].rank):
             for op in ops:
@@ -334,11 +333,11 @@ class Late:
             self._turns.finish(awaited)
 
     def _write(self, op: LateOp) -> None:
-        """Write a side's outputs into its rank's memory, unless done already."""
+        """Write a rank's outputs into its memory, unless this is done already."""
         if op.written or op.landed:
             return
         with _EndingTheWorld(self._turns, op.rank):
-            # Before our write hides changes by the program.
+            # Check first, because our write would hide changes by the program.
             op.snapshots.check_inputs()
             op.snapshots.check_outputs()
             op.snapshots.write()
@@ -351,7 +350,7 @@ class Late:
 
 
 class _Agenda:
-    """Actions by the tick at which they are due. Those of one tick keep the order of `add`."""
+    """Actions by tick. Actions for the same tick keep the order of `add`."""
 
     def __init__(self) -> None:
         self._due: list[tuple[int, int, Callable[[], None]]] = []
@@ -362,13 +361,13 @@ class _Agenda:
         heapq.heappush(self._due, (tick, self._count, action))
 
     def do(self, tick: int) -> None:
-        """Do everything due at a tick, including actions added meanwhile."""
+        """Carry out actions due at a tick, including actions added meanwhile."""
         while self._due and self._due[0][0] <= tick:
             heapq.heappop(self._due)[2]()
 
 
 class _EndingTheWorld:
-    """Work on a rank's memory, in any rank's thread. A failure ends the world.
+    """Context for work on a rank's memory, in any rank's thread. A failure ends the world.
 
     Args:
         turns: Ends the world.
@@ -379,8 +378,7 @@ class _EndingTheWorld:
 
     def __init__(self, turns: Turns, rank: int) -> None:
         self._turns, self._rank = turns, rank
-        # Inference mode may also write memory that was made in it, and records nothing for
-        # autograd.
+        # Inference mode can also write inference tensors, and records nothing for autograd.
         self._unwatched, self._inference = unwatched(), torch.inference_mode()
 
     def __enter__(self) -> None:
@@ -400,13 +398,12 @@ class _EndingTheWorld:
 
 
 def _horizon(group_size: int) -> int:
-    """Return the longest drawn delay, in calls into the world."""
+    """Return a group's longest drawn delay, in calls into the world."""
     return _ROUNDS_LATE_MAX * group_size
 
 
-# [Note: draws] Draws for a member's side depend on the seed, the group, the operation's number in
-# it and the member. They do not depend on the schedule. So a schedule can vary while the timing
-# stays, and vice versa.
+# [Note: draws] Draws for a member depend on the seed, the group, the operation's number and the
+# member, but not on the schedule. So schedule and timing can vary independently.
 def _draw_plan(key: str, *, group_size: int) -> LatePlan:
     draws = random.Random(key)
     return LatePlan(

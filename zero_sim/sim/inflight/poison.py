@@ -1,8 +1,8 @@
-"""Poison: the content of memory while an operation that will write it is in flight.
+"""Poison: the content of outputs while their operation is in flight.
 
-Floating-point elements become NaNs with a payload that nothing else produces. So a value that was
-read too early shows in the result, and is recognisable in a debugger. Integers get bytes of 0xA5. A
-bool becomes True, because its byte must be 0 or 1.
+Floating-point elements become NaNs with a payload that nothing else produces, so a value read too
+early spreads to the results and is recognisable in a debugger. Integers get bytes of 0xA5. A bool
+becomes True, because its byte must be 0 or 1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FLOATS = {
     torch.float32: 0x7FDEAD5A,
     torch.bfloat16: 0x7FDE,
     torch.float16: 0x7EAD,
-    # NaNs of 8 bits have few or no payload bits.
+    # 8-bit NaNs have few or no payload bits.
     torch.float8_e4m3fn: 0x7F,
     torch.float8_e5m2: 0x7E,
     torch.float8_e4m3fnuz: 0x80,
@@ -26,14 +26,14 @@ _FLOATS = {
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """View a tensor's elements as integers of their size; a complex element as two."""
+    """View elements as integers of the same size, and complex elements as two integers."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.view(_WORDS[tensor.element_size()])
 
 
 def poison_of(dtype: torch.dtype) -> int:
-    """Return the poison of one element as an unsigned number; for complex, of its real part."""
+    """Return an element's poison as an unsigned number. For complex dtypes, a part's poison."""
     if dtype.is_complex:
         dtype = dtype.to_real()
     if dtype is torch.bool:
@@ -48,12 +48,12 @@ def poison(tensor: Tensor) -> None:
 
 
 def is_poison(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return elementwise True if bits of a tensor of `dtype` are its poison."""
+    """Return elementwise True if bits of a `dtype` tensor are poison."""
     return bits == _as_word(poison_of(dtype), bits)
 
 
 def poisoned(tensor: Tensor) -> Tensor:
-    """Return elementwise True for poison, including bf16 poison that was widened to fp32."""
+    """Return elementwise True for poison, including bf16 poison widened to fp32."""
     if not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
     bits = bits_of(tensor.contiguous())
@@ -65,6 +65,6 @@ def poisoned(tensor: Tensor) -> Tensor:
 
 
 def _as_word(pattern: int, bits: Tensor) -> int:
-    """Return a bit pattern as the number that fills a tensor of words; all but bytes are signed."""
+    """Return a bit pattern as a number in the words' dtype, which is signed except for bytes."""
     limit = 1 << 8 * bits.element_size()
     return pattern - limit if bits.dtype.is_signed and pattern >= limit // 2 else pattern

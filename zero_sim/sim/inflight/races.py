@@ -1,9 +1,9 @@
-"""The race detector: finds operations on a collective's memory before the wait.
+"""The race detector, which finds tensor operations on a collective's memory before the wait.
 
-A detector sees every tensor operation of one rank. It is a `TorchDispatchMode`, which torch calls
-for each operation, including those of autograd, hooks and torch's C++ code. Access to memory
-without an operation stays unseen: `numpy()`, `tolist()`, `data_ptr()`, `torch.save`, pickling,
-`print` (torch hides it from modes), and the program's own threads.
+A detector sees every tensor operation of a rank. It is a `TorchDispatchMode`, which torch calls for
+each operation, also in autograd, hooks and torch's C++ code. It does not see access to memory
+without an operation: `numpy()`, `tolist()`, `data_ptr()`, `torch.save`, pickling, `print` (torch
+hides it from modes), and the program's own threads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zero_sim.sim.shared_memory import extent, shared_elems
 
 
 class _Running(threading.local):
-    """The detector of the running thread, if it is a watched rank."""
+    """The running thread's detector, if it is a watched rank."""
 
     detector: RaceDetector | None = None
 
@@ -36,13 +36,13 @@ _running = _Running()
 _NOTHING = nullcontext()
 
 
-# [Note: an unwatched simulator] The simulator moves the data of all ranks in one rank's thread, and
-# the judge reads any memory. Neither is an access by the program. Inside of `unwatched`, the
-# detector leaves the stack of modes. If it is not on top, it stays and ignores operations.
+# [Note: an unwatched simulator] The simulator moves all ranks' data in a single rank's thread, and
+# the judge reads any memory. Neither is an access by the program. Inside `unwatched`, the detector
+# leaves the stack of modes. If it is not on top, it stays there and ignores operations.
 def unwatched() -> AbstractContextManager[object]:
-    """Return a context for tensor operations that observe and do not count as the program's.
+    """Return a context for tensor operations that do not count as the program's.
 
-    It does nothing without a race detector, and outside of a rank.
+    Without a race detector, and outside a rank, it does nothing.
     """
     detector = _running.detector
     return _NOTHING if detector is None else _Aside(detector)
@@ -57,7 +57,7 @@ class _Aside:
 
     def __enter__(self) -> None:
         self._detector.paused += 1
-        # A mode below others cannot be popped; it checks `paused` instead.
+        # A mode below others cannot be popped. It checks `paused` instead.
         self._was_on_top = dispatch.top_mode() is self._detector
         if self._was_on_top:
             dispatch.pop_mode()
@@ -66,12 +66,12 @@ class _Aside:
         if self._was_on_top:
             dispatch.push_mode(self._detector)
         self._detector.paused -= 1
-        # Something may have landed or been lent inside.
+        # Memory may have been lent or have landed inside.
         self._detector.come_or_go()
 
 
 class _Ranges:
-    """Disjoint ranges of addresses, for a fast test of overlap."""
+    """Disjoint address ranges, for a fast overlap test."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
         self._starts: list[int] = []
@@ -85,14 +85,14 @@ class _Ranges:
                 self._stops.append(stop)
 
     def meet(self, start: int, stop: int) -> bool:
-        """Return True if the half-open range `start` to `stop` overlaps one of them."""
-        # The ranges are disjoint, so the last one that begins before `stop` reaches farthest.
+        """Return True if `start` to `stop` (half-open) overlaps any range."""
+        # The ranges are disjoint, so the last range that begins before `stop` reaches farthest.
         before = bisect_left(self._starts, stop) - 1
         return before >= 0 and self._stops[before] > start
 
 
 class RaceDetector(TorchDispatchMode):
-    """Watches one rank between enter and exit, in the thread that enters it.
+    """Watches a rank while the context is open. Entered in the rank's thread.
 
     Args:
         rank: World rank, for the failure.
@@ -111,7 +111,7 @@ class RaceDetector(TorchDispatchMode):
         self._rank = rank
         self._buffers = buffers
         self._fail = fail
-        # Nesting depths of running backwards and of operations in `__torch_dispatch__`.
+        # Nesting depths: of running backwards, and of `__torch_dispatch__`.
         self._backwards = 0
         self._handled = 0
         # `InFlightBuffers.changes` at the last `_chart`.
@@ -121,12 +121,12 @@ class RaceDetector(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Otherwise torch wraps __torch_dispatch__ and imports its compiler, which takes seconds.
+        # If True, torch wraps __torch_dispatch__ and imports its compiler, which takes seconds.
         return False
 
     def __enter__(self) -> Self:
-        # The base class also sets flags of the whole process. Ranks enter and leave in any order
-        # and would restore each other's flags.
+        # Without the base class, which also sets flags of the whole process. Ranks enter and leave
+        # in any order and would restore each other's flags.
         _running.detector = self
         self._buffers.watcher = self.come_or_go
         backward.listen(self)
@@ -139,18 +139,18 @@ class RaceDetector(TorchDispatchMode):
         _running.detector = None
         dispatch.remove_mode(self)
 
-    # [Note: only while it matters] An operation through a mode costs three times as much, and most
-    # run while nothing is in flight. So the detector is on the stack only while its rank has memory
-    # in flight or undefined (`zero_sim.sim.in_flight_buffers`), and during every backward, because
-    # a hook may lend memory; see [Note: modes in a backward]. A backward that C++ starts by itself,
-    # as no part of torch does, is only seen if something was in flight before.
+    # [Note: only while it matters] A mode makes an operation three times as slow, and most
+    # operations run while nothing is in flight. So the detector is on the stack only while its rank
+    # has memory in flight or undefined (`zero_sim.sim.in_flight_buffers`), and during every
+    # backward, because a hook may lend memory; see [Note: modes in a backward]. If C++ starts a
+    # backward by itself, which no part of torch does, the detector only sees it if memory was in
+    # flight before.
     def come_or_go(self) -> None:
         """Push or pop this mode as needed; see [Note: only while it matters]."""
         if self.paused or _running.detector is not self:
             return
         if self._backwards or len(self._buffers) or self._buffers.undefined:
-            # While the mode handles an operation, torch took it off the stack and will push it
-            # again.
+            # While the mode handles an operation, torch has popped it and will push it again.
             if not self._handled and not dispatch.is_on_stack(self):
                 dispatch.push_mode_lowest(self)
         elif dispatch.top_mode() is self:
@@ -158,7 +158,7 @@ class RaceDetector(TorchDispatchMode):
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Stay on the stack of modes during a backward; `Listener.in_backward`."""
+        """Stay on the stack during a backward; `Listener.in_backward`."""
         self._backwards += 1
         self.come_or_go()
         try:
@@ -174,13 +174,13 @@ class RaceDetector(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run one operation of the rank. Called by torch."""
+        """Run and check the rank's operation. Called by torch."""
         kwargs = kwargs or {}
         if types:
             if any(map(dispatch.is_fake, types)):
                 return func(*args, **kwargs)
             if any(map(dispatch.has_own_dispatch, types)):
-                # The class, for example DTensor, runs plain operations next, which are seen then.
+                # The class, such as DTensor, now runs plain operations, which the mode sees.
                 return NotImplemented
         if self._charted != self._buffers.changes:
             self._chart()
@@ -193,7 +193,7 @@ class RaceDetector(TorchDispatchMode):
             self._handled -= 1
 
     def _chart(self) -> None:
-        """Record the addresses of all buffers in flight."""
+        """Note the addresses of all buffers in flight."""
         self._charted = self._buffers.changes
         self._charted_spans = [(*extent(buffer.tensor), buffer) for buffer in self._buffers]
         self._no_write = _Ranges((start, stop) for start, stop, _ in self._charted_spans)
@@ -203,7 +203,7 @@ class RaceDetector(TorchDispatchMode):
 
     def _run_watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         views: list[Tensor] = []
-        # Views are checked after the operation, when it is known if the result shares their memory.
+        # Check views after the operation, when it is known if the result shares their memory.
         for index, name, effect in uses_of(func):
             value = args[index] if index < len(args) else kwargs.get(name)
             tensors = value if isinstance(value, (list, tuple)) else (value,)
@@ -235,10 +235,10 @@ class RaceDetector(TorchDispatchMode):
         return result
 
     def _check(self, func: Any, tensor: Tensor, *, writes: bool) -> None:
-        """Compare an argument with every buffer in flight, element by element.
+        """Check that an argument shares no element with a buffer that forbids this use.
 
         Raises:
-            DataRace: It shares memory with a buffer that forbids this use.
+            DataRace: It does.
         """
         start, stop = extent(tensor)
         for span_start, span_stop, buffer in self._charted_spans:
@@ -246,7 +246,7 @@ class RaceDetector(TorchDispatchMode):
                 continue
             if buffer.role == "input" and not writes:
                 continue
-            # Spans overlap, but strided tensors may still share no element.
+            # The spans overlap, but strided tensors may still share no element.
             touched = shared_elems(buffer.tensor, tensor)
             if touched is not None:
                 raise self._fail(self._race(func, buffer, touched=touched, writes=writes))
@@ -255,7 +255,7 @@ class RaceDetector(TorchDispatchMode):
         """Check that a tensor has no undefined content.
 
         Raises:
-            ContractViolation: A part of it is undefined.
+            ContractViolation: It has undefined content.
         """
         origin = self._buffers.undefined.origin_of(tensor)
         if origin is not None:
@@ -275,7 +275,7 @@ class RaceDetector(TorchDispatchMode):
     def _race(
         self, func: Any, buffer: InFlightBuffer, *, touched: tuple[int, int], writes: bool
     ) -> DataRace:
-        # `touched` counts from the buffer's part; the report counts from the whole tensor.
+        # `touched` counts from the buffer's start, the report from the whole tensor's start.
         before = 0
         if buffer.whole is not None:
             skipped_bytes = buffer.tensor.data_ptr() - buffer.whole.data_ptr()
@@ -294,7 +294,7 @@ class RaceDetector(TorchDispatchMode):
 
 
 def _shares_storage(result: Any, tensor: Tensor) -> bool:
-    """Return True if one of an operation's results is a view of its argument."""
+    """Return True if any of an operation's results is a view of its argument."""
     results = result if isinstance(result, (list, tuple)) else (result,)
     storage = tensor.untyped_storage().data_ptr()
     return any(

@@ -1,7 +1,7 @@
-"""Memory that one rank lends to one operation, from the issue until the rank has waited.
+"""Snapshots of the memory that a rank lends to an operation, from the issue until the wait returns.
 
-At the issue, inputs are copied and outputs are poisoned. Then the operation works on the copies.
-Before each access, the real memory is compared with its expected content.
+At the issue, inputs are copied and outputs are poisoned. The operation works on the copies. Before
+each access, the real memory is compared with its expected content.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _WAIT_FIRST = "Wait for the operation before the program touches this memory, or
 def buffers_of(
     call: Call, *, what: str, group_rank: int, group_size: int, strict: bool
 ) -> list[InFlightBuffer]:
-    """Return a rank's lent memory as buffers. Memory that is read and written is an output.
+    """Return a call's memory as buffers. Memory that is both read and written is an output.
 
     Args:
-        call: The rank's side.
-        what: The operation, as in `all_gather #3 of group world`.
-        group_rank: The rank's position in the group.
+        call: The rank's call.
+        what: The operation, such as `all_gather #3 of group world`.
+        group_rank: The rank's group rank.
         group_size: Number of members.
-        strict: True if memory of several outputs has undefined content.
+        strict: True if memory that several outputs share becomes undefined.
     """
     written = [tensor.detach() for tensor in written_tensors(call, group_rank=group_rank)]
     parts = written_parts(call, group_rank=group_rank, group_size=group_size)
@@ -71,28 +71,28 @@ def buffers_of(
 
 
 def _in_place(call: Call, group_rank: int) -> bool:
-    """Return True if the read tensors are the written tensors."""
+    """Return True if the operation writes into its inputs."""
     return written_tensors(call, group_rank=group_rank) is call.inputs
 
 
-# [Note: expected content] An input that shares no memory with an output keeps the content of its
-# copy. An output holds poison until it is written, then the result. An input that overlaps an
-# output holds neither, so it is copied again after each of our writes.
+# [Note: expected content] An input that shares no memory with an output must stay equal to its
+# copy. An output must be poison until it is written, then the result. An input that overlaps an
+# output changes with each of our writes, so it is copied again after each.
 class BufferSnapshots:
-    """Lent memory of one rank's side of one operation.
+    """Copies and expected content of the memory that a rank lends to an operation.
 
     Args:
-        call: The side, as passed by torch.distributed.
+        call: The rank's call.
         rank: World rank, for messages.
-        what: The operation, as in `all_gather #3 of group world`.
-        group_rank: The rank's position in the group.
+        what: The operation, such as `all_gather #3 of group world`.
+        group_rank: The rank's group rank.
         group_size: Number of members.
         others: The rank's buffers already in flight.
-        strict: True if memory of several outputs has undefined content.
+        strict: True if memory that several outputs share becomes undefined.
 
     Raises:
-        InFlightRace: An earlier operation of the rank still writes memory of this one, or still
-            reads memory that this one writes.
+        InFlightRace: The call writes memory of an operation in flight, or uses memory that such an
+            operation writes.
     """
 
     def __init__(
@@ -110,15 +110,15 @@ class BufferSnapshots:
         self.buffers = buffers_of(
             call, what=what, group_rank=group_rank, group_size=group_size, strict=strict
         )
-        # Copy the inputs before the outputs are poisoned, because they may overlap.
         _check_free(self.buffers, others, rank=rank)
+        # Before the outputs are poisoned, because inputs may overlap them.
         self.copied = _copied_call(call, group_rank=group_rank)
         parts = written_parts(call, group_rank=group_rank, group_size=group_size)
         results = written_tensors(self.copied, group_rank=group_rank)
         self._results = [part.of(results) for part in parts]
         self._outputs = [buffer for buffer in self.buffers if buffer.role == "output"]
         self._inputs = [buffer for buffer in self.buffers if buffer.role == "input"]
-        # A moved storage means that the program freed or resized it.
+        # If a storage has another address later, the program freed or resized it.
         self._addresses = {
             id(buffer): buffer.tensor.untyped_storage().data_ptr() for buffer in self.buffers
         }
@@ -126,7 +126,7 @@ class BufferSnapshots:
             any(shared_elems(buffer.tensor, output.tensor) for output in self._outputs)
             for buffer in self._inputs
         ]
-        # Images: expected content of each input, see [Note: expected content].
+        # The inputs' expected content, see [Note: expected content].
         copies = [copy for copy in self.copied.inputs if copy.numel()]
         self._images = copies[: len(self._inputs)]
         self._written = False
@@ -153,7 +153,7 @@ class BufferSnapshots:
             InFlightRace: The program wrote it, or it was freed.
         """
         for buffer, result in zip(self._outputs, self._results, strict=True):
-            # First: freed memory must not be read.
+            # First, because freed memory must not be read.
             self._check_storage(buffer)
             _check_equal(
                 buffer,
@@ -189,20 +189,20 @@ class BufferSnapshots:
             buffer,
             f"storage of the {buffer.role} of {buffer.what} was resized or freed while in flight",
             rank=self.rank,
-            detail=f"needs {needed} bytes where it was issued, "
-            f"the storage has {storage.nbytes()} now or moved",
+            detail=f"needs {needed} bytes at the address of the issue, "
+            f"but the storage has {storage.nbytes()} bytes now, or moved",
         )
 
 
 def _copied_call(call: Call, *, group_rank: int) -> Call:
-    """Return the call on copies: inputs with their content, pure outputs as new memory."""
+    """Return the call on copies of its inputs, and on new memory for its outputs."""
     if read_tensors(call, group_rank=group_rank) is call.inputs:
         inputs = [_copy(tensor) for tensor in call.inputs]
     else:
-        # A member that is not the root of a broadcast only receives.
+        # In a broadcast, members other than the root only receive.
         inputs = [_fresh(tensor) for tensor in call.inputs]
     outputs = [_fresh(tensor) for tensor in call.outputs]
-    # Outputs that repeat one tensor must stay one.
+    # If outputs repeat a tensor, their copies must too.
     for index, first in repeated_outputs(call).items():
         outputs[index] = outputs[first]
     return replace(call, inputs=inputs, outputs=outputs)
@@ -219,7 +219,7 @@ def _fresh(tensor: Tensor) -> Tensor:
 def _check_free(buffers: Sequence[InFlightBuffer], others: InFlightBuffers, *, rank: int) -> None:
     for other in others:
         for buffer in buffers:
-            # Two reads of the same memory are fine.
+            # Two operations may read the same memory.
             if "output" not in (buffer.role, other.role):
                 continue
             if shared_elems(buffer.tensor, other.tensor) is not None:
@@ -227,18 +227,18 @@ def _check_free(buffers: Sequence[InFlightBuffer], others: InFlightBuffers, *, r
                     buffer,
                     f"{buffer.what} was issued on memory that {other.what} has in flight",
                     rank=rank,
-                    detail=f"it is {buffer.role} of this one and {other.role} of that one, "
+                    detail=f"{buffer.role} of this operation, and {other.role} of the other, "
                     f"which was issued at {other.site} and not waited for",
                 )
 
 
 def _check_equal(buffer: InFlightBuffer, image: Tensor | None, what: str, rank: int) -> None:
-    """Compare memory with the bits of an image, or with poison if there is none."""
-    # On bits, so that NaNs and signed zeros compare exactly.
+    """Compare memory with the bits of an image, or with poison if `image` is None."""
+    # Compare bits, because NaNs and signed zeros must be equal too.
     bits = bits_of(buffer.tensor)
     if image is None:
         good = is_poison(bits, buffer.tensor.dtype)
-        # The common case without a search.
+        # Fast path for the common case.
         if bool(good.all()):
             return
     elif torch.equal(bits, image):
@@ -252,7 +252,7 @@ def _check_equal(buffer: InFlightBuffer, image: Tensor | None, what: str, rank: 
         old_bits = poison_of(buffer.tensor.dtype)
     else:
         old_bits = _unsigned(image.reshape(-1)[index])
-    # A complex element has two words.
+    # 2 for complex elements.
     per_element = bits.numel() // buffer.tensor.numel()
     raise _race(
         buffer,
@@ -260,7 +260,7 @@ def _check_equal(buffer: InFlightBuffer, image: Tensor | None, what: str, rank: 
         rank=rank,
         detail=f"element {index // per_element} of {buffer.tensor.numel()} was "
         f"{_shown(old_bits, buffer.tensor.dtype, poisoned=image is None)} and is "
-        f"{_shown(new_bits, buffer.tensor.dtype)}; {len(wrong)} changed in all",
+        f"{_shown(new_bits, buffer.tensor.dtype)}; {len(wrong)} changed in total",
         changed=Changed(
             index=index // per_element, count=len(wrong), old_bits=old_bits, new_bits=new_bits
         ),
@@ -301,6 +301,6 @@ def _shown(bits: int, dtype: torch.dtype, *, poisoned: bool = False) -> str:
         return f"0x{bits:0{2 * dtype.itemsize}x} (poison)"
     raw = torch.tensor(list(bits.to_bytes(dtype.itemsize, "little")), dtype=torch.uint8)
     value = raw.view(dtype)
-    # Python has no 8-bit floats, so these widen to fp32.
+    # Python cannot convert 8-bit floats, so widen them to fp32.
     number = value.float().item() if dtype.itemsize == 1 else value.item()
     return f"0x{bits:0{2 * dtype.itemsize}x} ({number})"

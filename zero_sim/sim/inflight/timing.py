@@ -1,9 +1,10 @@
-"""Timing: when operations read and write their memory. The eager timing does it all at once.
+"""Timing: when operations read and write their memory. Contains the eager timing.
 
-Stages of an operation: each member issues; all members are there; inputs are read; it is performed;
-and for each member, outputs are written, then its wait returns (landed). `eager` does all at the
-last member's issue. `zero_sim.sim.inflight.late` delays it for `lazy` and `hostile`. A correct
-program has the same bits under all timings, because it may rely on nothing between issue and wait.
+An operation has these stages: each member issues it; inputs are read; it is performed; then, for
+each member, outputs are written and the wait returns (the operation has landed). `eager` reads,
+performs and writes when the last member issues. `zero_sim.sim.inflight.late` does so later, for
+`lazy` and `hostile`. A correct program has the same bits with all timings, because it does not
+touch the memory between issue and wait.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _AS_IT_IS = nullcontext()
 
 
 class RankOp(Protocol):
-    """One operation from the side of a rank that waits for it."""
+    """An operation as the rank sees that waits for it."""
 
     @property
     def awaited(self) -> Pending:
@@ -41,17 +42,17 @@ class RankOp(Protocol):
 
     @property
     def record(self) -> int:
-        """Index of its record in the log."""
+        """Index of the call's record in the log."""
         ...
 
     @property
     def buffers(self) -> Sequence[InFlightBuffer]:
-        """The rank's buffers in flight for it."""
+        """The rank's buffers that this operation uses."""
         ...
 
     @property
     def written(self) -> bool:
-        """True if its outputs are in the rank's memory."""
+        """True if the outputs are written."""
         ...
 
     def start_wait(self) -> None:
@@ -59,38 +60,38 @@ class RankOp(Protocol):
         ...
 
     def poll(self) -> None:
-        """Note that the rank polled and got False."""
+        """Note that a poll returned False."""
         ...
 
     def admits(self) -> bool:
-        """Return True if a poll of the performed operation may return True."""
+        """Return True if a poll may return True now. Called after the operation was performed."""
         ...
 
     def land(self) -> None:
-        """End the rank's wait: the outputs are there and the rank owns its memory again."""
+        """Write missing outputs at the end of the wait. The rank owns its memory again."""
         ...
 
 
 class Timing(Protocol):
-    """Policy for when the operations of one run read and write."""
+    """Decides when a run's operations read and write memory."""
 
     def issue(self, awaited: Pending, call: Call, *, rank: int, member: int, record: int) -> RankOp:
         """Add a member's call.
 
         Args:
-            awaited: The member's wait, which already contains the call.
-            call: The member's side.
-            rank: World rank of the member.
-            member: Group rank of the member; for messages 0 for a send, 1 for a receive.
+            awaited: The operation, which already contains the call.
+            call: The member's call.
+            rank: The member's world rank.
+            member: The member's group rank; in a message, 0 for the send and 1 for the receive.
             record: Index of the call's record in the log.
 
         Raises:
-            WorldFailure: The memory is lent already, or the operation was performed and failed.
+            WorldFailure: The memory is lent already, or the operation failed.
         """
         ...
 
     def advance(self) -> None:
-        """Do what is due after one more call into the world.
+        """Carry out actions that are due at this tick.
 
         Raises:
             WorldFailure: A due action failed.
@@ -101,17 +102,18 @@ class Timing(Protocol):
         """Perform an operation because no rank can run.
 
         Args:
-            running: True if a rank has not ended. After all have ended, the rest is performed too.
+            running: True to perform only an operation with a waiting rank, False to perform the
+                rest after all ranks have ended.
 
         Returns:
-            True if one was performed. Otherwise nothing here can make a rank ready.
+            False if nothing was performed, so that no rank can become ready.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EagerOp:
-    """An operation with eager timing, which leaves nothing to do after the last issue."""
+    """A `RankOp` with eager timing, which has nothing to do after the last issue."""
 
     awaited: Pending
     record: int
@@ -119,31 +121,31 @@ class EagerOp:
 
     @property
     def written(self) -> bool:
-        """True once it was performed; `RankOp.written`."""
+        """True if the operation was performed."""
         return self.awaited.done
 
     def start_wait(self) -> None:
-        """Do nothing; `RankOp.start_wait`."""
+        """Do nothing."""
 
     def poll(self) -> None:
-        """Do nothing; `RankOp.poll`."""
+        """Do nothing."""
 
     def admits(self) -> bool:
-        """Return True; `RankOp.admits`."""
+        """Return True."""
         return True
 
     def land(self) -> None:
-        """Do nothing; `RankOp.land`."""
+        """Do nothing."""
 
 
 class Eager:
-    """Performs each operation when its last member issues it.
+    """A `Timing` that performs each operation when its last member issues it.
 
     Args:
-        order: Order model of the reductions.
+        order: Order model for reductions.
         turns: Wakes waiting ranks.
-        buffers: Each rank's buffers in flight, by world rank.
-        races: True if the run has race detectors, which need the lent memory.
+        buffers: Buffers in flight, by world rank.
+        races: True if the run has race detectors, which watch these buffers.
     """
 
     def __init__(
@@ -155,10 +157,9 @@ class Eager:
         self._races = races
 
     def issue(self, awaited: Pending, call: Call, *, rank: int, member: int, record: int) -> RankOp:
-        """Perform the operation if all members are there; `Timing.issue`."""
+        """Perform the operation if all members have called; `Timing.issue`."""
         if awaited.full:
-            # Inference mode also writes tensors that were made in it, and records nothing for
-            # autograd.
+            # Inference mode can also write inference tensors, and records nothing for autograd.
             with aside(self._races), torch.inference_mode():
                 perform(
                     awaited.members,
@@ -171,7 +172,7 @@ class Eager:
                 if each is not None:
                     each.conclude()
                     self._turns.finish(each)
-        # Writing a sparse tensor replaces its memory, so there is nothing to lend.
+        # A write to a sparse tensor replaces its memory, so there is nothing to lend.
         if not self._races or call.kind == SPARSE:
             return EagerOp(awaited, record)
         buffers = buffers_of(
@@ -186,20 +187,16 @@ class Eager:
         return EagerOp(awaited, record, buffers)
 
     def advance(self) -> None:
-        """Do nothing, because nothing is ever due; `Timing.advance`."""
+        """Do nothing, because nothing is ever due."""
 
     def force(self, *, running: bool) -> bool:
-        """Return False, because nothing is left to perform; `Timing.force`."""
+        """Return False, because nothing is left to perform."""
         return False
 
 
 def aside(races: bool) -> AbstractContextManager[object]:
-    """Return a context for tensor operations that do not count as the program's.
-
-    Args:
-        races: True if the run has race detectors.
-    """
-    # One shared nullcontext without detectors, because this runs at every operation.
+    """Return `unwatched()` if the run has race detectors (`races`), otherwise a null context."""
+    # A shared null context, because this runs at every operation.
     return unwatched() if races else _AS_IT_IS
 
 
@@ -210,13 +207,13 @@ def perform(
     due_faults: Mapping[int, Sequence[DueFault]],
     strict: bool,
 ) -> None:
-    """Move the data of an operation.
+    """Move an operation's data.
 
     Args:
-        calls: The members' calls in group-rank order; a send and its receive.
-        order: Order model of the reductions.
-        due_faults: Planned faults in the data, by the member's group rank.
-        strict: True if memory of several outputs has undefined content.
+        calls: The members' calls in group-rank order; for a message, the send and its receive.
+        order: Order model for reductions.
+        due_faults: Planned faults in the data, by group rank.
+        strict: True to poison memory that several outputs share.
     """
     if due_faults:
         perform_with_faults(calls, order, due_faults=due_faults)

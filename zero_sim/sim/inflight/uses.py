@@ -1,4 +1,4 @@
-"""Memory uses of a tensor operation, per argument, derived from its schema."""
+"""Memory uses of tensor operations, per argument, derived from their schemas."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from zero_sim.sim import dispatch
 
 Effect = Literal["read", "write", "update", "view", "statistics"]
-"""`update`: read and written, as by `add_`. `view`: a read unless the result shares its memory.
-`statistics`: written while training, otherwise read."""
+"""`update`: reads and writes, such as `add_`. `view`: reads unless the result shares the argument's
+memory. `statistics`: writes while training, otherwise reads."""
 
 
 class Use(NamedTuple):
-    """One tensor argument, or list of tensors, with its effect."""
+    """An argument that is a tensor or a list of tensors, with its use."""
 
     index: int
-    """Position among the arguments. The call may pass it by name instead."""
+    """Position in the schema. A call may pass the argument by name instead."""
     name: str
     effect: Effect
 
@@ -72,7 +72,7 @@ _METADATA_ONLY = frozenset(
         "zeros_like",
     )
 )
-"""Operations on sizes and dtypes only. Their schemas look like those of operations on data."""
+"""Operations that only use sizes and dtypes, which their schemas do not show."""
 
 _TEMPLATES = {
     "aten::expand_as": "other",
@@ -81,10 +81,10 @@ _TEMPLATES = {
     "aten::type_as": "other",
     "aten::view_as": "other",
 }
-"""Arguments of which only sizes and dtypes are used."""
+"""Arguments that only provide sizes and dtypes."""
 
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
-"""Collectives lend their arguments, which is no access by the program."""
+"""Collectives lend their arguments, which does not count as an access by the program."""
 
 _OVERWRITING = frozenset(
     f"aten::{name}_"
@@ -113,14 +113,14 @@ _OVERWRITING = frozenset(
         "zero",
     )
 )
-"""Operations in place that write all or a part without reading it. All others read first."""
+"""In-place operations that write all elements, or some, without reading them."""
 
 _UNDECLARED: dict[str, dict[str, Effect]] = {
     "aten::native_batch_norm": {"running_mean": "statistics", "running_var": "statistics"},
     "aten::batch_norm_update_stats": {"running_mean": "write", "running_var": "write"},
     "fsdp::all_gather_copy_in": {"all_gather_output": "write"},
 }
-"""Arguments that are written although the schema does not declare it."""
+"""Arguments that the operation writes although its schema does not declare this."""
 
 
 @functools.cache
@@ -128,19 +128,17 @@ def uses_of(operation: Any) -> tuple[Use, ...]:
     """Return an operation's uses of its tensor arguments; empty if it touches no data.
 
     Args:
-        operation: The operation passed to `__torch_dispatch__`. Higher-order operators have no
-            uses.
+        operation: As passed to `__torch_dispatch__`. Higher-order operators have no uses.
     """
     schema = dispatch.schema_of(operation)
     if schema is None:
         return ()
     name = schema.name
-    # In-place views such as transpose_ write sizes and strides only.
+    # In-place views, such as transpose_, only write sizes and strides.
     if name in _METADATA_ONLY or torch.Tag.inplace_view in operation.tags:
         return ()
     if name.partition("::")[0] in _COLLECTIVE_NAMESPACES:
         return ()
-    # Schemas without alias info for memory that they write.
     undeclared = _UNDECLARED.get(name, {})
     return tuple(
         Use(index, argument.name, undeclared.get(argument.name) or _effect(name, argument))
@@ -150,13 +148,12 @@ def uses_of(operation: Any) -> tuple[Use, ...]:
 
 
 def _effect(name: str, argument: Any) -> Effect:
-    # In a schema, alias info marks arguments that the result shares or the operation writes.
+    # Alias info marks arguments that the result may share, or that the operation writes.
     if argument.alias_info is None:
         return "read"
-    # The result may be a view of this argument; the detector checks it afterwards.
     if not argument.alias_info.is_write:
         return "view"
-    # Names of `out=` forms do not end in an underscore: they never read the output.
+    # Operations with `out=` never read the output. Their names do not end in an underscore.
     return "update" if name.endswith("_") and name not in _OVERWRITING else "write"
 
 

@@ -1,4 +1,4 @@
-"""Work: torch.distributed's handle of an operation in flight."""
+"""Work: torch.distributed's handle for an operation in flight."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from zero_sim.sim.waits import Pending, Turns
 
 
 class SimWork(Work):
-    """One rank's side of an operation. A wait passes on the baton until the operation is done.
+    """A rank's handle for an operation. A wait passes on the baton until the operation is done.
 
     Args:
-        baton: The baton of the run.
+        baton: The run's baton.
         rank: World rank.
         ops: The operations, several if coalesced.
-        tensors: The tensors that they write.
+        tensors: The operations' results.
         buffers: The rank's buffers in flight.
     """
 
     _unwaited: Sequence[int] = ()
-    """Indices of records that must be waited for, or seen done, before the program returns."""
+    """Records of calls that the rank must wait for, or see done, before its program returns."""
     timeout_seconds: float | None = None
     """Longest wait, in simulated time. None for no limit."""
     is_of_torch = False
-    """True if torch's own code holds the work, not a program."""
+    """True if torch's own code made the call, not the program."""
 
     def __init__(
         self,
@@ -58,15 +58,15 @@ class SimWork(Work):
         self._buffers = buffers
         self._landed = False
         self._futures: list[SimFuture] = []
-        """Futures that are not done."""
+        """Unfinished futures of this work."""
         self.are_futures_done = False
         """True once the futures' callbacks have run."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block this rank until the operation is done. Hangs are reported without a time-out.
+        """Block this rank until the operation is done. Ignores `timeout`, as hangs are reported.
 
         Raises:
-            TimedOut: For barriers, if this rank or another one gave up.
+            TimedOut: A barrier timed out, on this rank or on another.
         """
         baton = self._baton
         # A wait counts as a call into the world, even if it returns at once.
@@ -78,8 +78,8 @@ class SimWork(Work):
             op.start_wait()
             if not op.awaited.done and op.awaited.given_up is None:
                 self._wait_for(op.awaited)
-                # Another member timed out: the collective will never complete.
             if op.awaited.given_up is not None:
+                # Another member timed out, so the collective will never complete.
                 self._mark_waited()
                 raise after_another(op.awaited.given_up)
         baton.check_alive()
@@ -93,7 +93,7 @@ class SimWork(Work):
             self._baton.wait_for(self._rank, awaited, site_of(file, line), timeout_seconds=seconds)
         except TimedOut as error:
             awaited.given_up = error
-            # Wakes the other members, which raise `after_another`.
+            # Wake the other members, which raise `after_another`.
             self._baton.finish(awaited)
             self._mark_waited()
             raise
@@ -103,8 +103,7 @@ class SimWork(Work):
             return
         self._landed = True
         baton = self._baton
-        # Land each operation, then its buffers, so that the memory is checked while still in
-        # flight.
+        # The operation lands before its buffers, because it checks memory that is in flight.
         for op in self._ops:
             op.land()
             for buffer in op.buffers:
@@ -116,19 +115,20 @@ class SimWork(Work):
         self._complete_futures()
 
     def synchronize(self) -> None:
-        """Wait, as `wait` does."""
+        """Same as `wait`."""
         self.wait()
 
     def is_completed(self) -> bool:
         """Return True if the operation is done; otherwise first let other ranks run.
 
-        True counts as a wait. NCCL returns True only after the device has finished, so later work
-        of the program runs after the operation without another wait.
+        A result of True counts as a wait.
         """
         if self._landed:
             return True
         if not self._is_performed():
             return False
+        # NCCL returns True only after the device has finished, so the program's later work needs no
+        # wait.
         self._land()
         return True
 
@@ -141,26 +141,26 @@ class SimWork(Work):
             file, line = call_site()
             if baton.poll(self._rank, op.awaited, site_of(file, line)):
                 continue
-            # With late timings, a program that polls in a loop may be the only one to perform it.
+            # With late timings, polls may be the only calls that could perform the operation.
             op.poll()
             if not op.awaited.done:
                 return False
         return all(op.admits() for op in self._ops)
 
     def require_wait(self) -> None:
-        """Require a wait, or a poll that returned True, before the rank's program returns."""
+        """Require a wait, or a poll that returns True, before the rank's program returns."""
         self._unwaited = [op.record for op in self._ops]
         self._baton.log.unwaited.update(self._unwaited)
 
     def __del__(self) -> None:
-        # torch drops some works whose results cannot be read. Programs cannot change that.
+        # torch drops some works without a wait, which is fine if nothing can read their results.
         if self._unwaited and self.is_of_torch and not self._is_result_held():
             self._mark_waited()
 
     def _is_result_held(self) -> bool:
-        """Return True if the program still holds memory, not empty, that the operation writes."""
+        """Return True if the program still has a tensor on the results' memory."""
         buffers = [buffer for op in self._ops for buffer in op.buffers]
-        # Tensors of this work and its buffers also refer to the storage, so only more count.
+        # Do not count this work's own tensors and buffers, which also refer to the storage.
         own = {id(tensor): tensor for tensor in self._tensors}
         own |= {id(buffer.tensor): buffer.tensor for buffer in buffers}
         own |= {id(buffer.whole): buffer.whole for buffer in buffers if buffer.whole is not None}
@@ -176,18 +176,16 @@ class SimWork(Work):
             self._unwaited = ()
 
     def is_success(self) -> bool:
-        """Return `is_completed()`, because a failed operation ends the world instead."""
+        """Return `is_completed()`, because a failed operation ends the world."""
         return self.is_completed()
 
     def get_future(self) -> torch.futures.Future:
-        """Return the future of the tensors. A wait for it waits for the work.
-
-        For the C++ reducer of DistributedDataParallel it is done, because the reducer blocks on it.
-        """
+        """Return a future for the results. Waiting for it waits for the work."""
         future = SimFuture([self])
-        # Completed with the work, or at once below.
         self._futures.append(future)
-        # If the calling Python function does not name this method, the caller is C++.
+        # If the calling Python function does not name this method, the caller is C++, such as
+        # DistributedDataParallel's reducer. It will block on the future, so wait here; see
+        # [Note: C++] in `futures`.
         caller = sys._getframe(1).f_code
         if "get_future" not in (*caller.co_names, *caller.co_consts):
             self.wait()
@@ -195,24 +193,24 @@ class SimWork(Work):
         return future
 
     def poll_future(self) -> None:
-        """Complete the futures if the operation was performed; `FutureSource.poll_future`."""
+        """See `FutureSource.poll_future`."""
         if not self.are_futures_done and self._is_performed():
             self._complete_futures()
 
     def complete_written(self) -> None:
-        """Complete the futures if the outputs are written; `FutureSource.complete_written`."""
+        """See `FutureSource.complete_written`."""
         if self.are_futures_done or all(op.written for op in self._ops):
             self._complete_futures()
 
     def note_callback(self) -> None:
-        """Register this work for waits on plain futures; `FutureSource.note_callback`."""
+        """Register this work for waits on plain futures; see `FutureSource.note_callback`."""
         if not self._landed:
             self._buffers.works_with_callbacks[self] = None
 
     def _complete_futures(self) -> None:
         self.are_futures_done = True
         futures, self._futures = self._futures, []
-        # All results before any callback: a callback may read another future of this work.
+        # Set all results before any callback, which may read another future of this work.
         for future in futures:
             future.set_result(self._tensors)
         for future in futures:
@@ -220,7 +218,7 @@ class SimWork(Work):
 
     @contextmanager
     def memory_for_callback(self) -> Iterator[None]:
-        """Write the outputs and take the memory out of flight; `FutureSource`."""
+        """See `FutureSource.memory_for_callback`."""
         for op in self._ops:
             op.land()
         in_flight = [buffer for op in self._ops for buffer in op.buffers]
@@ -229,18 +227,17 @@ class SimWork(Work):
         try:
             yield
         finally:
-            # The rank has not waited yet, so after the callback its memory is in flight again.
+            # The rank has not waited, so after the callback the memory is in flight again.
             if not self._landed:
                 for buffer in in_flight:
                     self._buffers.add(buffer)
 
     def result(self) -> list[Tensor]:
-        """Return the tensors that the operation writes."""
+        """Return the operation's results."""
         return self._tensors
 
     def source_rank(self) -> int:
-        """Return the group rank of a receive's sender."""
-        # -1 for collectives.
+        """Return the sender's group rank for a receive; -1 for a collective."""
         return getattr(self._ops[0].awaited, "source", -1)
 
     _source_rank = source_rank
@@ -254,14 +251,14 @@ def join_works(
     buffers: InFlightBuffers,
     result: Sequence[Any] | None = None,
 ) -> SimWork:
-    """Join several works of a rank into one. Each can still be waited for separately.
+    """Join several works of a rank. The program can still wait for each.
 
     Args:
-        works: The works, at least one, all of this rank.
-        baton: The baton of the run.
+        works: At least one work, all of this rank.
+        baton: The run's baton.
         rank: World rank.
         buffers: The rank's buffers in flight.
-        result: Result of the joined work; by default all tensors of the works.
+        result: The joined work's result; by default all the works' results.
     """
     ops = [op for work in works for op in work._ops]
     tensors = [tensor for work in works for tensor in work._tensors]
