@@ -177,10 +177,7 @@ def _settle_workspaces(device: torch.device, *, rank_threads: int) -> Iterator[s
 def workspaces_in_words(chosen: str, *, rank_threads: int, free_bytes: int) -> str:
     """Describe the memory for cuBLAS's workspaces, one per thread.
 
-    Args:
-        chosen: Value of `CUBLAS_WORKSPACE_CONFIG`.
-        rank_threads: Number of threads.
-        free_bytes: The device's free memory.
+    `chosen` is the value of `CUBLAS_WORKSPACE_CONFIG`.
 
     Raises:
         EnvironmentProblem: cuBLAS is not deterministic with this value, or the memory is too small.

@@ -62,11 +62,7 @@ _MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def foreign_target(arguments: Sequence[str]) -> str:
-    """Return the name of foreign code in a command line; empty if there is none.
-
-    Args:
-        arguments: All words after the program's name.
-    """
+    """Return the name of foreign code in a command line; empty if there is none."""
     if arguments and arguments[0] == "torchrun":
         return next((word for word in arguments if word.endswith(".py")), "the script")
     if arguments and arguments[0] in _TAKE_MODELS:

@@ -101,11 +101,7 @@ def shown_file(file: str) -> str:
 
 
 def shown_stack(frame: FrameType | None = None) -> str:
-    """Format a rank's stack without frames of the simulator.
-
-    Args:
-        frame: Innermost frame; the caller's by default.
-    """
+    """Format a rank's stack up to `frame` (the caller's by default), without the simulator."""
     frames = traceback.extract_stack(frame or sys._getframe(1))
     # Drop the start of the thread, which is in Python's `threading`. Later frames of `threading`
     # belong to the program.

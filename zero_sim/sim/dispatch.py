@@ -132,12 +132,7 @@ class _Issued:
 # Functional collectives always go through the dispatcher, but collectives of `torch.distributed`
 # only in a process group's C++. A simulated group has no C++, so it reports its calls to the mode.
 def tell_modes(kind: str, *, coalesced: bool) -> None:
-    """Count a call in each CommDebugMode of the calling rank; see [Note: CommDebugMode].
-
-    Args:
-        kind: The call's kind.
-        coalesced: True if the call has several tensors.
-    """
+    """Count a call in each CommDebugMode of the calling rank; see [Note: CommDebugMode]."""
     # Not imported here: if the program has not imported the mode, it cannot be active.
     module = sys.modules.get(_COMM_DEBUG_MODE)
     if module is None or kind not in _OPERATORS:

@@ -47,7 +47,6 @@ class Fault:
 
     kind: FaultKind
     rank: int
-    """World rank."""
     call: int = 0
     """Index among the rank's collectives, from 0. With `at = "random"`, the lowest index that may
     be drawn. Not for `slow`."""
@@ -62,7 +61,7 @@ class Fault:
     element: int | None = None
     """`corrupt`: index into the elements of all the call's tensors; None to draw."""
     bit: int | None = None
-    """`corrupt`: index of the bit, 0 for the least significant; None to draw."""
+    """`corrupt`: index of the bit, 0 for the least significant bit; None to draw."""
 
 
 class InjectedCrash(BaseException):
@@ -146,17 +145,10 @@ def _refuse(index: int, name: str, expected: str, got: object) -> None:
 
 
 class Injector:
-    """Carries out a plan in a run.
-
-    Args:
-        faults: The plan.
-        seed: Seed for the plan's draws.
-        log: Receives a record for each fault.
-    """
+    """Carries out a plan in a run. The log receives a record for each fault."""
 
     def __init__(self, faults: Sequence[Fault], *, seed: int, log: EventLog) -> None:
         self.faults = tuple(faults)
-        """The plan."""
         self._log = log
         # A generator per fault, so that its draws do not depend on other faults.
         self._random = [random.Random(f"{seed}/{index}") for index in range(len(faults))]
@@ -170,12 +162,9 @@ class Injector:
         self._noted: set[int] = set()
 
     def due(self, rank: int, call: Call, *, what: str) -> tuple[DueFault, ...]:
-        """Count a call and return the faults that are due.
+        """Count a call that a rank is about to issue, and return the faults that are due.
 
-        Args:
-            rank: World rank.
-            call: The call that the rank is about to issue.
-            what: The collective, such as `all_reduce #2 of group world`.
+        `what` is the collective, such as `all_reduce #2 of group world`.
         """
         if not self.faults:
             return ()

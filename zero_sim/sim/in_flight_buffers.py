@@ -127,12 +127,7 @@ class UndefinedMemory:
         return bool(self._maps)
 
     def mark(self, tensor: Tensor, *, origin: str) -> None:
-        """Mark a tensor as undefined.
-
-        Args:
-            tensor: Dense, any strides.
-            origin: The output and its call, for messages.
-        """
+        """Mark a dense tensor as undefined. `origin` names the output and its call."""
         storage = tensor.untyped_storage()
         known = self._map_of(tensor)
         if known is None:

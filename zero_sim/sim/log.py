@@ -193,14 +193,10 @@ class EventLog:
         return [record for record in self.collectives if record.rank == rank]
 
     def digest(self, *, with_faults: bool = True) -> str:
-        """Return a hash of all events. Call sites count by file name, without folders.
-
-        Args:
-            with_faults: True to include the outcome of planned faults.
-        """
+        """Return a hash of all events. `with_faults` includes outcomes of planned faults."""
         state = hashlib.sha256()
         for record in self.collectives:
-            # Only the base name, because the digest must be the same in any checkout.
+            # Only the file's base name, because the digest must be the same in any checkout.
             state.update(repr(tuple(record._replace(file=basename(record.file)))).encode())
         state.update(repr([tuple(moment) for moment in self.moments]).encode())
         # The schedule counts too: equal digests mean the same interleaving.

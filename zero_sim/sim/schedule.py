@@ -254,11 +254,7 @@ class Replay:
 
 
 def check_schedule(schedule: object) -> None:
-    """Check that a schedule is a known name or a recipe.
-
-    Raises:
-        UsageError: It is neither.
-    """
+    """Raise UsageError if a schedule is neither a known name nor a recipe."""
     if isinstance(schedule, str):
         known = schedule in SCHEDULES
     else:
@@ -276,11 +272,8 @@ def build_schedule(
 ) -> Schedule:
     """Make a schedule for a run.
 
-    Args:
-        schedule: `round-robin`, `random`, `pct`, or a recipe.
-        seed: Seed for `random` and `pct`.
-        world_size: Number of ranks.
-        depth: For `pct`; see `Pct`.
+    `schedule` is `round-robin`, `random`, `pct`, or a recipe. `seed` is for `random` and `pct`,
+    `depth` for `pct`.
     """
     # `check_schedule` has refused everything else.
     if not isinstance(schedule, str):

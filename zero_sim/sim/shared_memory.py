@@ -27,11 +27,7 @@ def extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def shared_elems(given: Tensor, other: Tensor) -> tuple[int, int] | None:
-    """Find the elements of `given` that share memory with `other`.
-
-    Args:
-        given: Any strides and dtype.
-        other: Any strides and dtype.
+    """Find the elements of `given` that share memory with `other`. Any strides and dtypes.
 
     Returns:
         Half-open range of `given`'s elements in row-major order, from the first to the last element

@@ -23,15 +23,11 @@ _DEFAULT_STREAM = 0
 def finish_streams(tensors: Iterable[Tensor | list[Tensor]]) -> None:
     """Wait for the tensors' device unless this thread uses the default stream.
 
-    See [Note: streams of ranks].
-
-    Args:
-        tensors: Tensors, or lists of tensors, all on the same device.
+    All tensors are on the same device. See [Note: streams of ranks].
     """
     for tensor in tensors:
         if isinstance(tensor, list):
             return finish_streams(tensor)
-        # All tensors of a call are on the same device, so the first decides.
         if tensor.device.type != "cpu":
             _finish(tensor.device)
             return

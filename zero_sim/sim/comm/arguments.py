@@ -3,8 +3,8 @@
 torch.distributed passes lists and an options object. If a program calls a process group directly, a
 tensor may replace a list, and a reduce operation or a root may replace the options.
 
-The checks are gloo's checks on a single rank, with gloo's messages, because programs may expect
-them.
+The checks are gloo's checks on a single rank. They raise `BadArgument` with gloo's message, because
+programs may expect it. `kind` is the called method, for the message.
 """
 
 from __future__ import annotations
@@ -51,12 +51,6 @@ def factor_of(opts: Any) -> float | Tensor | None:
 def root_of(kind: str, opts: Any, size: int, *, tensor_count: int = 1) -> int:
     """Return the root's group rank, given directly or in options; 0 by default.
 
-    Args:
-        kind: The method, for the message.
-        opts: The options, or the root.
-        size: Number of members.
-        tensor_count: Number of tensors per rank.
-
     Raises:
         BadArgument: Root rank or root tensor is out of range.
     """
@@ -89,19 +83,10 @@ def splits_of(splits: Sequence[int] | Tensor) -> list[int]:
 
 
 def check_one(kind: str, tensors: Sequence[Tensor], *, side: str) -> None:
-    """Check that a rank passes exactly one tensor, as gloo requires here.
-
-    Args:
-        kind: The method, for the message.
-        tensors: The tensors passed.
-        side: `input` or `output` if the method has both, otherwise empty.
-
-    Raises:
-        BadArgument: There are none, or several.
-    """
+    """Check that a rank passes exactly one tensor, as gloo requires here."""
     if len(tensors) == 1:
         return
-    # gloo's messages name the side only if the method has both.
+    # `side` is `input` or `output`; empty if the method has only one list.
     between = f"{side} " if side else ""
     raise BadArgument(
         kind,
@@ -111,11 +96,7 @@ def check_one(kind: str, tensors: Sequence[Tensor], *, side: str) -> None:
 
 
 def check_can_fold(kind: str, op: ReduceOp.RedOpType) -> None:
-    """Check that a rank can reduce its own tensors before the collective.
-
-    Raises:
-        BadArgument: It cannot with this operation.
-    """
+    """Check that a rank can reduce its own tensors before the collective."""
     if not can_fold(op):
         raise BadArgument(
             kind,
@@ -125,11 +106,7 @@ def check_can_fold(kind: str, op: ReduceOp.RedOpType) -> None:
 
 
 def check_some(kind: str, tensors: Sequence[Tensor]) -> None:
-    """Check that a call has at least one tensor.
-
-    Raises:
-        BadArgument: The list is empty.
-    """
+    """Check that a call has at least one tensor."""
     if not tensors:
         raise BadArgument(
             kind, "requires non-empty tensor list", "Expected at least one tensor, got none."
@@ -137,11 +114,7 @@ def check_some(kind: str, tensors: Sequence[Tensor]) -> None:
 
 
 def check_pairs(kind: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Check that a flat call has a dense output for each dense input, coalesced or not.
-
-    Raises:
-        BadArgument: There are no inputs, the numbers differ, or a tensor is sparse.
-    """
+    """Check that a flat call has a dense output for each dense input, coalesced or not."""
     check_some(kind, inputs)
     if len(outputs) != len(inputs):
         raise BadArgument(
@@ -155,17 +128,9 @@ def check_pairs(kind: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) 
 def check_gathered(
     kind: str, rows: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *, size: int, even: bool
 ) -> None:
-    """Check an all-gather's lists.
+    """Check an all-gather's lists: lengths, layouts, dtypes, and with `even` also sizes.
 
-    Args:
-        kind: The method, for the message.
-        rows: A list of outputs per input. Each list has an output for each input of each member.
-        inputs: The inputs.
-        size: Number of members.
-        even: True if all tensors must have the same size, as with gloo.
-
-    Raises:
-        BadArgument: A list has a wrong length, a tensor is sparse, or dtypes or sizes differ.
+    `rows` has a list per input, each with an output for each input of each member.
     """
     if not inputs:
         raise BadArgument(
@@ -195,12 +160,7 @@ def check_gathered(
 def check_gathered_coalesced(
     kind: str, rows: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *, size: int
 ) -> None:
-    """Check a coalesced all-gather's lists: for each member, a list like `inputs`.
-
-    Raises:
-        BadArgument: A list has a wrong length, or an output differs from its input in size or
-            dtype.
-    """
+    """Check that a coalesced all-gather has a list like `inputs` for each member."""
     check_some(kind, inputs)
     if len(rows) != size:
         raise BadArgument(
@@ -228,11 +188,7 @@ def check_gathered_coalesced(
 
 
 def check_coalesced(kind: str, tensors: Sequence[Tensor]) -> None:
-    """Check that a coalesced reduction has tensors, all with the same layout and dtype.
-
-    Raises:
-        BadArgument: The list is empty, or a tensor differs from the first.
-    """
+    """Check that a coalesced reduction has tensors, all with the same layout and dtype."""
     check_some(kind, tensors)
     first = tensors[0]
     for index, tensor in enumerate(tensors):
@@ -261,7 +217,7 @@ def check_contiguous(kind: str, tensors: Sequence[Tensor]) -> None:
     """Check that tensors are contiguous, for calls in which gloo requires it.
 
     Raises:
-        NotContiguous: A tensor is not contiguous.
+        NotContiguous: A tensor is not.
     """
     for tensor in tensors:
         if not tensor.is_contiguous():
@@ -274,21 +230,10 @@ def check_contiguous(kind: str, tensors: Sequence[Tensor]) -> None:
 
 
 def check_like(kind: str, entries: Sequence[Tensor], tensor: Tensor, *, even: bool) -> None:
-    """Check a list's entries against the rank's other tensor.
-
-    Args:
-        kind: The method, for the message.
-        entries: The list, with an entry for each member.
-        tensor: The rank's other tensor.
-        even: True if all must have the same size, as with gloo. Otherwise the contract compares
-            sizes between ranks.
-
-    Raises:
-        BadArgument: A dtype or size differs.
-    """
+    """Check that a list's entries have the other tensor's dtype, and with `even` also its size."""
     for index, entry in enumerate(entries):
         _check_dtype(kind, entry, tensor.dtype, index)
-        # NCCL accepts different sizes per rank.
+        # NCCL accepts different sizes per rank, which the contract compares between ranks.
         if even and entry.shape != tensor.shape:
             raise BadArgument(
                 kind,
@@ -308,11 +253,7 @@ def _check_dtype(kind: str, tensor: Tensor, expected: torch.dtype, index: int) -
 
 
 def check_no_rows(kind: str, rows: Sequence[Sequence[Tensor]], *, side: str) -> None:
-    """Check that a member other than the root passes no tensors.
-
-    Raises:
-        BadArgument: It passes tensors.
-    """
+    """Check that a member other than the root passes no tensors."""
     if any(len(row) for row in rows):
         raise BadArgument(
             kind,
@@ -322,11 +263,7 @@ def check_no_rows(kind: str, rows: Sequence[Sequence[Tensor]], *, side: str) -> 
 
 
 def check_alike(kind: str, tensors: Sequence[Tensor]) -> None:
-    """Check that a list's tensors have the same layout, dtype and shape.
-
-    Raises:
-        BadArgument: A tensor differs from the first.
-    """
+    """Check that a list's tensors have the same layout, dtype and shape."""
     first = tensors[0]
     # Compare with the first tensor, as gloo does.
     for index, tensor in enumerate(tensors[1:], start=1):
@@ -344,11 +281,7 @@ def check_alike(kind: str, tensors: Sequence[Tensor]) -> None:
 
 
 def check_dense(kind: str, tensors: Sequence[Tensor]) -> None:
-    """Check that tensors are dense.
-
-    Raises:
-        BadArgument: A tensor is sparse, or has another layout without strides.
-    """
+    """Check that tensors are dense."""
     for tensor in tensors:
         # The simulator lends and compares memory by address, which needs strides.
         if tensor.layout != torch.strided:
@@ -361,11 +294,7 @@ def check_dense(kind: str, tensors: Sequence[Tensor]) -> None:
 
 
 def check_sparse_sum(kind: str, op: ReduceOp.RedOpType) -> None:
-    """Check that a sparse all-reduce adds.
-
-    Raises:
-        BadArgument: The operation is not SUM.
-    """
+    """Check that a sparse all-reduce adds."""
     if op != ReduceOp.SUM:
         raise BadArgument(
             kind,
@@ -376,17 +305,7 @@ def check_sparse_sum(kind: str, op: ReduceOp.RedOpType) -> None:
 
 
 def check_rows(kind: str, rows: Sequence[Sequence[Tensor]], *, side: str, size: int) -> None:
-    """Check that a call has a single list, with a tensor for each member.
-
-    Args:
-        kind: The method, for the message.
-        rows: The lists.
-        side: `input` or `output`.
-        size: Number of members.
-
-    Raises:
-        BadArgument: There is no list, or several, or the list has a wrong length.
-    """
+    """Check that a call has a single list, with a tensor for each of `size` members."""
     if len(rows) != 1:
         raise BadArgument(
             kind,

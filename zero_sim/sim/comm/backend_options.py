@@ -53,7 +53,7 @@ class BackendOptions:
 
 
 class SimBackend:
-    """A group's backend object. All other attributes are the group's.
+    """A group's backend object, which takes all other attributes from the group.
 
     Args:
         group: The simulated group, which receives the collectives.

@@ -25,13 +25,7 @@ _IDEMPOTENT = (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR)
 def perform_with_faults(
     calls: Sequence[Call], order: Order, *, due_faults: Mapping[int, Sequence[DueFault]]
 ) -> None:
-    """Perform a collective with due faults.
-
-    Args:
-        calls: The members' calls in group-rank order.
-        order: Summation order.
-        due_faults: The faults, by the member's group rank.
-    """
+    """Perform a collective with due faults, given by group rank."""
     faulty = _FaultyCalls(calls, due_faults)
     PERFORM[calls[0].kind](faulty.calls, order)
     faulty.deliver()

@@ -115,12 +115,7 @@ class SimProcessGroup(ProcessGroup):
         return self._group.name
 
     def ask_for(self, backend: str, *, timeout: timedelta | None = None) -> None:
-        """Give this group the name and options of the backend that the program requested.
-
-        Args:
-            backend: Name, such as `gloo`.
-            timeout: Time-out for calls; None for gloo's default.
-        """
+        """Give this group the name and time-out (None for gloo's) of the requested backend."""
         self._backend = SimBackend(self, name=backend, timeout=timeout or DEFAULT_TIMEOUT)
 
     @property

@@ -103,10 +103,7 @@ class Collective:
         return tuple(rank for rank, call in pairs if call is None)
 
     def join(self, group_rank: int, call: Call) -> bool:
-        """Add a member's call.
-
-        Returns:
-            True if all members have called now.
+        """Add a member's call. Return True if all members have called now.
 
         Raises:
             ContractViolation: The call is wrong by itself, or conflicts with another member's call.
@@ -267,11 +264,8 @@ class Group:
         return self._issued[group_rank]
 
     def issue(self, group_rank: int, call: Call) -> tuple[Collective, int]:
-        """Add a member's next call. Calls with equal sequence numbers form a collective.
-
-        Returns:
-            The collective and its sequence number.
-        """
+        """Add a member's next call. Return the collective and its sequence number."""
+        # Calls of the members with equal sequence numbers form a collective.
         sequence = self._issued[group_rank]
         self._issued[group_rank] = sequence + 1
         collective = self._open.get(sequence)

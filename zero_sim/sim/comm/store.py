@@ -85,12 +85,8 @@ class SimStore(Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Block this rank until all keys are set.
 
-        Args:
-            keys: The keys.
-            timeout: Longest wait, in simulated time.
-
         Raises:
-            StoreTimedOut: The time-out ended first.
+            StoreTimedOut: The time-out, in simulated time, ended first.
         """
         # A key that is already set costs no turn.
         for key in keys:

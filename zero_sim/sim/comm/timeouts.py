@@ -29,11 +29,7 @@ def seconds_of(timeout: Any) -> float | None:
 
 
 def check_monitored(timeout: Any, *, group_rank: int) -> None:
-    """Check that rank 0's time-out for a monitored barrier is positive.
-
-    Raises:
-        BadArgument: The time-out is zero or negative.
-    """
+    """Raise BadArgument if rank 0's time-out for a monitored barrier is not positive."""
     if group_rank == 0 and isinstance(timeout, timedelta) and timeout <= timedelta(0):
         raise BadArgument(
             "monitored_barrier",
@@ -47,11 +43,7 @@ def after_monitored(
 ) -> TimedOut:
     """Return a member's error after a monitored barrier timed out, with gloo's message.
 
-    Args:
-        error: The time-out on group rank 0.
-        group_rank: The member.
-        ranks: The group's world ranks.
-        wait_all_ranks: True to name all absent ranks, False to name the first.
+    `error` is the time-out on group rank 0. `wait_all_ranks` is False to name only one absent rank.
     """
     if group_rank:
         # The other members only see that rank 0 left.

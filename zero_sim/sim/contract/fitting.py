@@ -29,7 +29,7 @@ def check_pair(first: Call, call: Call, *, ranks: tuple[int, int], what: str, st
         first: The earlier call.
         call: The later call.
         ranks: World ranks of the two calls.
-        what: The collective's group and number, for the message.
+        what: The collective's name, for the message.
         strict: True to also compare shape and memory format.
 
     Raises:
@@ -98,11 +98,7 @@ def _mismatch(first: Call, call: Call, *, strict: bool) -> str | None:
 def check_all(calls: Sequence[Call], *, ranks: Sequence[int], what: str, strict: bool) -> None:
     """Check that the sizes of each pair of ranks agree, once all members have called.
 
-    Args:
-        calls: The members' calls, in group-rank order.
-        ranks: The group's world ranks.
-        what: The collective's group and number, for the message.
-        strict: True to also compare shape and memory format.
+    The arguments are as for `check_pair`.
 
     Raises:
         ContractViolation: Two ranks disagree. Names the first such pair.
@@ -187,15 +183,9 @@ def check_message(
 ) -> None:
     """Check that a receive fits its send.
 
-    Args:
-        send: The sender's call.
-        receive: The receiver's call.
-        ranks: World ranks of sender and receiver.
-        label: The group, for the message.
-        strict: True to also compare shape and memory format, and to require dense tensors.
-
     Raises:
-        ContractViolation: They differ in dtype, element count, shape or memory format.
+        ContractViolation: They differ in dtype or element count; if `strict`, also if they differ
+            in shape or memory format, or a tensor is not dense.
     """
     given, taken = send.inputs[0], receive.outputs[0]
     if given.dtype != taken.dtype:

@@ -70,11 +70,8 @@ class GroupRegistry:
     ) -> ContractViolation | None:
         """Return the error for use of a destroyed group; None if the rank never destroyed a group.
 
-        Args:
-            rank: World rank.
-            what: The use, such as `all_reduce`.
-            site: The use's call site.
-            label: The group; None for the group that the rank destroyed last.
+        `what` is the use, such as `all_reduce`, at `site`. `label` is the group; None for the group
+        that the rank destroyed last.
         """
         destroyed = self._destroyed.get(rank)
         if not destroyed:
@@ -93,13 +90,9 @@ class GroupRegistry:
 
 
 def foreign_group(rank: int, owner: int, label: str, what: str) -> ContractViolation:
-    """Return the error for a rank that uses another rank's group object.
+    """Return the error for a rank that uses another rank's (`owner`'s) group object.
 
-    Args:
-        rank: World rank of the user.
-        owner: World rank of the owner.
-        label: The group's label in messages.
-        what: The use, with its call site.
+    `what` is the use, with its call site.
     """
     return ContractViolation(
         f"rank {rank} uses the group {label} of rank {owner}: {what}\n"

@@ -38,9 +38,6 @@ class Awaited(Protocol):
 def find_inversion(records: Sequence[CollectiveRecord]) -> tuple[_Hop, ...]:
     """Find ranks that issued collectives of several groups in different orders, in linear time.
 
-    Args:
-        records: All calls of a run, in order of time.
-
     Returns:
         A circle of calls, as pairs. Both calls of a pair are of the same rank, and the later call
         belongs to the same collective as the next pair's earlier call. Among circles through the
@@ -153,8 +150,7 @@ def inversion_error(records: Sequence[CollectiveRecord]) -> ContractViolation | 
 def describe_circle(waiting: Mapping[int, tuple[Awaited, str]]) -> tuple[str, ...]:
     """Return lines about ranks that wait for each other in a circle; empty if there is none.
 
-    Args:
-        waiting: Wait and call site of each waiting rank.
+    `waiting` has each waiting rank's wait and call site.
     """
     # Depth-first search with an explicit stack, because 1,024 ranks exceed Python's recursion
     # limit.
@@ -202,10 +198,7 @@ def never_waited(records: Sequence[CollectiveRecord]) -> ContractViolation:
     """Return the error for a run that ended without waits for these calls.
 
     On a device, a program that never waits reads memory that usually, but not always, contains the
-    result.
-
-    Args:
-        records: At least one, in order of issue. The message names all call sites.
+    result. `records` has at least one call.
     """
     ranks = sorted({record.rank for record in records})
     mine = [record for record in records if record.rank == ranks[0]]

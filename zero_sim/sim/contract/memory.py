@@ -48,11 +48,7 @@ def is_dense(tensor: Tensor) -> bool:
 # [Note: no shapes] NCCL moves memory and knows no shapes. So if two ranks use shapes (2, 3) and
 # (3, 2), they map the same bytes to different elements. A flat view, such as shape (6,), is fine.
 def misread(a: Tensor, b: Tensor) -> Literal["shape", "memory-format"] | None:
-    """Find out if two ranks would map the same memory to different elements.
-
-    Args:
-        a: A rank's tensor.
-        b: Another rank's tensor, with the same number of elements.
+    """Find out if two ranks, with tensors of equal size, would map memory to different elements.
 
     Returns:
         The difference, `shape` or `memory-format`; None if both ranks see the same elements.
@@ -91,12 +87,7 @@ class _Stretch:
 # written, or written twice. As an exception, the same tensor may be several outputs. Then its
 # content is undefined afterwards (`zero_sim.sim.in_flight_buffers`).
 def find_aliasing(call: Call, *, group_rank: int, world_size: int) -> str | None:
-    """Find two tensors of a call with a forbidden overlap.
-
-    Args:
-        call: The call, with dense tensors.
-        group_rank: The caller's group rank, which determines its in-place part.
-        world_size: Size of the group.
+    """Find two tensors of a call with a forbidden overlap. All tensors are dense.
 
     Returns:
         A description of the two tensors and the consequence; None without such an overlap.

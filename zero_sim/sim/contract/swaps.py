@@ -46,12 +46,6 @@ class SwapWatch:
     ) -> None:
         """Compare a collective with earlier collectives. Called if the ranks' offsets differ.
 
-        Args:
-            calls: The members' calls, in group-rank order.
-            ranks: The group's world ranks.
-            sequence: The collective's number in its group.
-            what: The collective's group and number, for the message.
-
         Raises:
             ContractViolation: Two ranks swapped their parts between two collectives.
         """

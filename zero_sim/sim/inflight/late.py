@@ -41,16 +41,7 @@ def build_timing(
     buffers: Sequence[InFlightBuffers],
     races: bool,
 ) -> Timing:
-    """Return the timing with this name for a run.
-
-    Args:
-        name: An entry of `TIMINGS`.
-        seed: Seed for draws.
-        order: Order model for reductions.
-        turns: The run's baton.
-        buffers: Buffers in flight, by world rank.
-        races: True if the run has race detectors.
-    """
+    """Return the timing with this name, an entry of `TIMINGS`, for a run."""
     eager = Eager(order=order, turns=turns, buffers=buffers, races=races)
     if name == "eager":
         return eager
@@ -367,12 +358,7 @@ class _Agenda:
 
 
 class _EndingTheWorld:
-    """Context for work on a rank's memory, in any rank's thread. A failure ends the world.
-
-    Args:
-        turns: Ends the world.
-        rank: World rank that owns the memory.
-    """
+    """Context for work on memory that `rank` owns, in any thread. A failure ends the world."""
 
     __slots__ = ("_inference", "_rank", "_turns", "_unwatched")
 

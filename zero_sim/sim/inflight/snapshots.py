@@ -34,12 +34,7 @@ def buffers_of(
 ) -> list[InFlightBuffer]:
     """Return a call's memory as buffers. Memory that is both read and written is an output.
 
-    Args:
-        call: The rank's call.
-        what: The operation, such as `all_gather #3 of group world`.
-        group_rank: The rank's group rank.
-        group_size: Number of members.
-        strict: True if memory that several outputs share becomes undefined.
+    If `strict`, memory that several outputs share becomes undefined.
     """
     written = [tensor.detach() for tensor in written_tensors(call, group_rank=group_rank)]
     parts = written_parts(call, group_rank=group_rank, group_size=group_size)
@@ -87,8 +82,8 @@ class BufferSnapshots:
         what: The operation, such as `all_gather #3 of group world`.
         group_rank: The rank's group rank.
         group_size: Number of members.
-        others: The rank's buffers already in flight.
-        strict: True if memory that several outputs share becomes undefined.
+        others: The rank's other buffers in flight.
+        strict: As for `buffers_of`.
 
     Raises:
         InFlightRace: The call writes memory of an operation in flight, or uses memory that such an

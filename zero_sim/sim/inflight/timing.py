@@ -207,13 +207,9 @@ def perform(
     due_faults: Mapping[int, Sequence[DueFault]],
     strict: bool,
 ) -> None:
-    """Move an operation's data.
+    """Move an operation's data. If `strict`, poison memory that several outputs share.
 
-    Args:
-        calls: The members' calls in group-rank order; for a message, the send and its receive.
-        order: Order model for reductions.
-        due_faults: Planned faults in the data, by group rank.
-        strict: True to poison memory that several outputs share.
+    `calls` are in group-rank order; for a message, the send and its receive.
     """
     if due_faults:
         perform_with_faults(calls, order, due_faults=due_faults)

@@ -127,8 +127,7 @@ _UNDECLARED: dict[str, dict[str, Effect]] = {
 def uses_of(operation: Any) -> tuple[Use, ...]:
     """Return an operation's uses of its tensor arguments; empty if it touches no data.
 
-    Args:
-        operation: As passed to `__torch_dispatch__`. Higher-order operators have no uses.
+    Higher-order operators have no uses.
     """
     schema = dispatch.schema_of(operation)
     if schema is None:

@@ -251,14 +251,9 @@ def join_works(
     buffers: InFlightBuffers,
     result: Sequence[Any] | None = None,
 ) -> SimWork:
-    """Join several works of a rank. The program can still wait for each.
+    """Join at least one work of a rank. The program can still wait for each.
 
-    Args:
-        works: At least one work, all of this rank.
-        baton: The run's baton.
-        rank: World rank.
-        buffers: The rank's buffers in flight.
-        result: The joined work's result; by default all the works' results.
+    `result` is the joined work's result; by default all the works' results.
     """
     ops = [op for work in works for op in work._ops]
     tensors = [tensor for work in works for tensor in work._tensors]

@@ -158,7 +158,7 @@ class Baton:
 
         Args:
             rank: World rank.
-            awaited: The wait.
+            awaited: The rank's wait.
             site: Call site, for the deadlock table.
             timeout_seconds: Longest wait in simulated time, which stands still while any rank can
                 run. None for no time-out.

@@ -293,8 +293,7 @@ def is_about_a_missing_group(error: BaseException) -> bool:
 def reset_rank(*, keep: bool) -> None:
     """Forget the calling rank's groups after a program ended.
 
-    Args:
-        keep: True if the default group may stay for the next program.
+    With `keep`, the default group may stay for the next program.
     """
     world = rank_state.c10d_world
     assert world is not None

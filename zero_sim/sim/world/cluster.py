@@ -28,13 +28,10 @@ from zero_sim.sim.world.run import Run
 
 
 class SimCluster:
-    """Implements `Cluster` for simulated process groups.
-
-    Args:
-        run: The current run. The world replaces it for the next program.
-    """
+    """Implements `Cluster` for simulated process groups."""
 
     def __init__(self, run: Run) -> None:
+        # The world replaces it for each program.
         self.run = run
 
     def note_destroyed(self, group: Group, group_rank: int) -> None:

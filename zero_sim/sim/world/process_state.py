@@ -209,7 +209,7 @@ class _Values(NamedTuple):
     """An owner's values."""
 
     of_names: list[Any]
-    """Empty if the owner changed none. May be shorter than the names found since."""
+    """Empty if the owner changed none. Lacks names that were found later."""
     of_switches: list[Any]
 
 
@@ -342,8 +342,7 @@ class ProcessState:
     def _look_for_names(self, *, at_start: bool) -> None:
         """Find names in modules that were imported since the last call.
 
-        Args:
-            at_start: True if the current values are the caller's, False if an importing rank's.
+        The current values are the caller's if `at_start`, otherwise an importing rank's.
         """
         self._module_count = len(sys.modules)
         self._begun_with = None

@@ -23,11 +23,7 @@ _user: list[int] = []
 
 
 def install(rank_of_thread: Callable[[], int | None]) -> None:
-    """Let ranks use the profiler one at a time.
-
-    Args:
-        rank_of_thread: Returns the calling thread's rank, or None.
-    """
+    """Let only one rank at a time use the profiler. `rank_of_thread` returns the caller's rank."""
     for name in (*_BEGINNING, _ENDING):
         _originals[name] = getattr(profiler, name)
 

@@ -51,10 +51,6 @@ class WorldSettings:
     def changed(self, world_size: int, /, **changes: Any) -> WorldSettings:
         """Return a copy with some settings replaced.
 
-        Args:
-            world_size: Number of ranks.
-            changes: Values by field name.
-
         Raises:
             UsageError: A value has the wrong type or is out of range.
         """
@@ -77,11 +73,7 @@ _PLAIN: Mapping[str, Callable[[Any], Any]] = {
 
 
 def check_settings(world_size: Any, settings: Mapping[str, Any]) -> None:
-    """Check settings without a world.
-
-    Args:
-        world_size: Number of ranks.
-        settings: All or some settings, by `World`'s names.
+    """Check some or all settings of a `World`.
 
     Raises:
         UsageError: A setting is unknown, has the wrong type or is out of range.
