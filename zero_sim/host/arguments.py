@@ -45,11 +45,7 @@ def is_of_kind(value: object, kind: Kind) -> bool:
 
 
 def check_kind(name: str, value: object, kind: Kind) -> None:
-    """Check an argument's type.
-
-    Raises:
-        UsageError: The argument has another type.
-    """
+    """Raise UsageError if an argument has the wrong type."""
     if not is_of_kind(value, kind):
         raise UsageError(f"expected {name} to be {kind}, got {value!r}")
 

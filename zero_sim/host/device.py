@@ -15,8 +15,8 @@ timing. So each case on a device runs with these settings, which are restored af
 Only the workspace's environment variable stays, because cuBLAS reads it once.
 
 [Note: the device that is there]
-Look up torch's accelerator only once. Later, a script may use simulated GPUs, for which torch
-reports an accelerator without generator and streams.
+Look up torch's accelerator only once, because in a script with simulated GPUs, torch reports an
+accelerator without generator and streams.
 """
 
 from __future__ import annotations
@@ -43,11 +43,7 @@ _IEEE = "ieee"
 
 
 def check_device(name: str) -> torch.device:
-    """Return the device with this name.
-
-    Raises:
-        EnvironmentProblem: This process cannot compute on it.
-    """
+    """Return the device with this name. Raise EnvironmentProblem if it cannot compute here."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -89,12 +85,8 @@ def _accelerator() -> torch.device | None:
 def computing_on(name: str, *, rank_threads: int) -> Iterator[Sequence[str]]:
     """Make a device give the same bits each time; see [Note: the same bits].
 
-    Args:
-        name: Name of the device.
-        rank_threads: Largest number of threads in this process that compute on it.
-
-    Yields:
-        Descriptions of the settings; empty for the CPU.
+    Yields descriptions of the settings, none for the CPU. At most `rank_threads` threads of this
+    process may compute on the device.
 
     Raises:
         EnvironmentProblem: The device is absent, the environment contradicts the settings, or the

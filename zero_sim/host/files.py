@@ -68,8 +68,7 @@ def write_whole(path: Path, data: bytes) -> None:
 def folder_whole(path: Path) -> Iterator[Path]:
     """Yield a folder to write in. Rename it to `path` at the end, or remove it after an error.
 
-    Args:
-        path: Final path. Must not exist, or be an empty folder.
+    `path` must not exist, or be an empty folder.
 
     Raises:
         OSError: The folder cannot be written.
@@ -88,13 +87,8 @@ def folder_whole(path: Path) -> Iterator[Path]:
 def unwritten(what: str, path: Path | str, error: OSError) -> ZeroSimError:
     """Return the error for a file that could not be written.
 
-    Args:
-        what: Description of the file, such as `a page`.
-        path: The file's path.
-        error: The operating system's error.
-
-    Returns:
-        An EnvironmentProblem if the disk is full or fails, otherwise a UsageError.
+    An EnvironmentProblem if the disk is full or fails, otherwise a UsageError. `what` describes the
+    file, for example `a page`.
     """
     why = f"expected to write {what} to {path}, got: {error.strerror or error}."
     if error.errno in _OF_MACHINE:

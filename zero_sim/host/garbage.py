@@ -3,8 +3,7 @@
 torch and its imports create 300,000 permanent objects. Each full collection takes 0.25 s to visit
 them, and collections during the imports take a quarter of the import time.
 
-Foreign processes, such as a user's tests, keep their settings: they call neither `collect_seldom`
-nor `settle_memory`.
+Foreign processes, such as a user's tests, keep their own settings.
 """
 
 from __future__ import annotations

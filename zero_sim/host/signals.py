@@ -48,12 +48,10 @@ def at_second(call: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def listening(answer: Callable[[], None]) -> Iterator[None]:
-    """Call a function at each signal that ends a command.
+    """Call `answer` at each signal that ends a command, between any two instructions.
 
-    Does nothing outside the main thread, because Python delivers signals only there.
-
-    Args:
-        answer: Called in the main thread, between any two instructions. May raise.
+    Does nothing outside the main thread, because Python delivers signals only there. `answer` may
+    raise.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

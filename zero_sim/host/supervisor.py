@@ -79,9 +79,6 @@ def supervise(target: str) -> int:
     The second process has the same terminal and streams. Signals that do not reach it are passed
     on.
 
-    Args:
-        target: Name of the foreign code that the command imports.
-
     Returns:
         The exit status that the second process confirmed; 2 if it ended without confirmation, 4 if
         it was killed.

@@ -45,7 +45,7 @@ class RankFailed(WorldFailure):
 class BadArgument(UsageError, RuntimeError):
     """A call that gloo refuses for its arguments alone, without other ranks.
 
-    Raised in the calling rank only. The world goes on, because a program may catch it as with gloo.
+    Raised in the calling rank only. The world goes on: as with gloo, a program may catch it.
 
     Args:
         kind: The called method.
@@ -101,8 +101,8 @@ class Deadlock(WorldFailure):
 class TimedOut(ZeroSimError, RuntimeError):
     """A wait that timed out because no rank could run.
 
-    Raised in the waiting rank only, which may catch it as with gloo. If it does not, the run ends
-    with the deadlock.
+    Raised in the waiting rank only. As with gloo, the rank may catch it. If not, the run ends with
+    the deadlock.
 
     Args:
         doing: Description of the wait.
@@ -209,7 +209,7 @@ class Access:
 
 
 class DataRace(WorldFailure):
-    """A rank's access to memory that it lent to an operation and has not waited for."""
+    """A tensor operation on memory in flight, found by the race detector."""
 
     def __init__(self, rank: int, *, access: Access, buffer: InFlightBuffer) -> None:
         self.rank = rank
@@ -271,7 +271,7 @@ class Changed:
 
 
 class InFlightRace(WorldFailure):
-    """A program touched memory that it lent to an operation and has not waited for.
+    """Memory in flight that a program changed, freed or lent twice, found by a late timing.
 
     Args:
         what: The event and the memory, such as `input of all_gather #3 of group world changed

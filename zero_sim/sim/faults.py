@@ -110,11 +110,7 @@ class StalledByPlan:
 
 
 def check_faults(faults: Sequence[Fault], *, world_size: int) -> None:
-    """Check a plan against its world.
-
-    Raises:
-        UsageError: A field of a fault has a wrong type or value.
-    """
+    """Raise UsageError if a fault's field has a wrong type or value."""
     for index, fault in enumerate(faults):
         if not isinstance(fault, Fault):
             raise UsageError(f"expected fault {index} to be a zero_sim.sim.Fault, got {fault!r}")
@@ -235,8 +231,8 @@ class SlowedSchedule:
 
     Args:
         inner: The schedule for all other ranks.
-        slow: Index in the plan, by slow rank.
-        passed_over: Called with a slow rank's index if it was ready and another rank was picked.
+        slow: Fault's index in the plan, by slow rank.
+        passed_over: Called with this index if the slow rank was ready and another was picked.
     """
 
     def __init__(

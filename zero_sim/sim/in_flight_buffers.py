@@ -172,7 +172,7 @@ class UndefinedMemory:
 
 
 def _bytes_of(tensor: Tensor, bytes_of_storage: np.ndarray) -> np.ndarray:
-    """Return a tensor's part of an array with an element per byte of its storage, as a view."""
+    """Return a tensor's part, as a view, of an array with an element per byte of its storage."""
     # [*tensor.shape, bytes per element]
     width = tensor.element_size()
     return np.lib.stride_tricks.as_strided(

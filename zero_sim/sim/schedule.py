@@ -94,11 +94,7 @@ class Pct:
     at least `1 / (ranks * picks ** (depth - 1))` (Burckhardt et al., "A randomized scheduler with
     probabilistic guarantees of finding bugs", 2010).
 
-    Args:
-        seed: Seed for the draws.
-        world_size: Number of ranks.
-        depth: Number of events whose order triggers the bug, at least 1.
-        picks: Expected number of picks in the run.
+    `depth` is at least 1. `picks` is the expected number of picks in the run.
     """
 
     def __init__(self, seed: int, *, world_size: int, depth: int, picks: int) -> None:
@@ -139,7 +135,7 @@ class Pct:
 
 
 class Choosing:
-    """Schedule of a `Choices`. Records the number of ready ranks at each pick in `widths`."""
+    """The schedule of a `Choices`, which also records the number of ready ranks at each pick."""
 
     def __init__(self, choices: Sequence[int]) -> None:
         self._choices = choices
@@ -181,7 +177,7 @@ class Choices:
 
 
 class Replaying:
-    """Schedule of a `Replay`."""
+    """The schedule of a `Replay`."""
 
     def __init__(self, turns: Sequence[int], *, strict: bool) -> None:
         self._turns = turns

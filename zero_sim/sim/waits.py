@@ -20,7 +20,7 @@ class Awaited(Protocol):
 
     @property
     def doing(self) -> str:
-        """Description of the wait."""
+        """Description of the wait, for the deadlock table."""
         ...
 
     @property
@@ -113,5 +113,5 @@ class Turns(Protocol):
         ...
 
     def fail(self, failure: WorldFailure) -> WorldFailure:
-        """Note the first failure, which ends the world even if the program catches it."""
+        """End the world, even if the program catches the failure. Return it for raising."""
         ...

@@ -214,11 +214,7 @@ class NotContiguous(BadArgument, ValueError):
 
 
 def check_contiguous(kind: str, tensors: Sequence[Tensor]) -> None:
-    """Check that tensors are contiguous, for calls in which gloo requires it.
-
-    Raises:
-        NotContiguous: A tensor is not.
-    """
+    """Raise NotContiguous if a tensor is not contiguous, for calls in which gloo requires it."""
     for tensor in tensors:
         if not tensor.is_contiguous():
             raise NotContiguous(

@@ -92,7 +92,8 @@ class SimProcessGroup(ProcessGroup):
         return self._group.ranks[self._group_rank]
 
     def getBackendName(self) -> str:
-        """Return `sim`. For `gloo`, torch's C++ would expect its own ProcessGroupGloo object."""
+        """Return `sim`."""
+        # For `gloo`, torch's C++ would expect its own ProcessGroupGloo object.
         return "sim"
 
     def name(self) -> str:
@@ -166,11 +167,7 @@ class SimProcessGroup(ProcessGroup):
         """Do nothing, because the owner of each work waits for it."""
 
     def split_group(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse, because only NCCL can split a communicator.
-
-        Raises:
-            UsageError: Always.
-        """
+        """Raise UsageError, because only NCCL can split a communicator."""
         raise UsageError(
             f"expected new_group, got split_group of group {self._group.label}, which only NCCL "
             "has. Call dist.new_group(ranks) on every rank: its collectives are the same."

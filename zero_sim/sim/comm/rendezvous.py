@@ -63,17 +63,17 @@ class Collective:
 
     @property
     def doing(self) -> str:
-        """Description of the wait, for the deadlock table."""
+        """See `Awaited.doing`."""
         return f"waits in {self.what}"
 
     @property
     def what(self) -> str:
-        """Name of the operation, such as `all_gather #3 of group world`."""
+        """See `Pending.what`."""
         return f"{self.kind} #{self.sequence} of group {self.group.label}"
 
     @property
     def key(self) -> str:
-        """Name that is unique in a run and independent of the schedule."""
+        """See `Pending.key`."""
         return f"{self.group.name}|{self.sequence}"
 
     @property
@@ -193,7 +193,7 @@ class Message:
 
     @property
     def doing(self) -> str:
-        """Description of the wait, for the deadlock table."""
+        """See `Awaited.doing`."""
         whom = "any rank" if self.peer is None else f"rank {self.whom}"
         side = "to" if self.call.kind == "send" else "from"
         return f"waits in {self.call.kind} {side} {whom} in group {self.group.label}"
@@ -206,7 +206,7 @@ class Message:
 
     @property
     def key(self) -> str:
-        """Name that is unique in a run and independent of the schedule."""
+        """See `Pending.key`."""
         return f"{self.group.name}|{self.rank}|{self.number}"
 
     @property
@@ -260,7 +260,7 @@ class Group:
         self._messages: list[int] = [0] * len(self.ranks)
 
     def issued_by(self, group_rank: int) -> int:
-        """Return the number of a member's collectives so far, which numbers the next."""
+        """Return the number of a member's collectives so far."""
         return self._issued[group_rank]
 
     def issue(self, group_rank: int, call: Call) -> tuple[Collective, int]:

@@ -25,7 +25,7 @@ class KeyWait:
 
     @property
     def doing(self) -> str:
-        """Description of the wait, for the deadlock table."""
+        """See `Awaited.doing`."""
         return f"waits for key {self.key!r} of the store"
 
 

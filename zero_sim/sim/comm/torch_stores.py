@@ -86,15 +86,10 @@ class StoreWaits:
         self._not_of_program = set(threading.enumerate())
 
     def until(self, ready: Callable[[], bool], doing: str, timeout: timedelta) -> None:
-        """Block the calling rank until `ready()`.
-
-        Args:
-            ready: Returns True once the wait is over.
-            doing: Description of the wait, for the deadlock table.
-            timeout: Longest wait, in simulated time.
+        """Block the calling rank until `ready()`. `doing` describes the wait.
 
         Raises:
-            TimedOut: The time-out ended first.
+            TimedOut: The time-out, in simulated time, ended first.
         """
         # A loop, because another rank may run before the woken rank and empty the queue.
         while not ready():

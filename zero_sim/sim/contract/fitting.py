@@ -28,7 +28,7 @@ def check_pair(first: Call, call: Call, *, ranks: tuple[int, int], what: str, st
     Args:
         first: The earlier call.
         call: The later call.
-        ranks: World ranks of the two calls.
+        ranks: The two calls' world ranks.
         what: The collective's name, for the message.
         strict: True to also compare shape and memory format.
 

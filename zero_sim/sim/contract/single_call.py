@@ -55,11 +55,7 @@ def _elems(call: Call) -> str:
 def check_call(call: Call, *, group_rank: int, ranks: Sequence[int], strict: bool) -> Signature:
     """Check a call by itself, and return its signature.
 
-    Args:
-        call: The call.
-        group_rank: The caller's group rank.
-        ranks: The group's world ranks.
-        strict: True to also refuse calls that gloo accepts but NCCL does not.
+    If `strict`, also refuse calls that gloo accepts but NCCL does not.
 
     Raises:
         ContractViolation: Sizes, dtypes, memory or reduce operation are wrong.

@@ -18,7 +18,7 @@ from zero_sim.sim.callsite import site_of
 from zero_sim.sim.failures import ContractViolation
 
 _SIGHTINGS_MAX = 64
-"""Number of remembered collectives per group, because offsets may always differ."""
+"""Limit on remembered collectives per group, because ranks' offsets may always differ."""
 
 _Offset = tuple[int, int, int]
 """(storage address, storage bytes, offset in elements). 0 bytes if the tensor is no view."""

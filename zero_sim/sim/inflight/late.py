@@ -131,13 +131,8 @@ class Operation:
 class Late:
     """A `Timing` that performs operations later than `Eager`.
 
-    Args:
-        hostile: True to draw delays, False for the longest delays.
-        seed: Seed for draws.
-        order: Order model for reductions.
-        turns: The run's baton, which calls `force` if no rank can run.
-        buffers: Buffers in flight, by world rank.
-        eager: Performs operations that cannot be late.
+    If `hostile`, delays are drawn; otherwise, they are the longest possible. `eager` performs
+    operations that cannot be late. `buffers` are indexed by world rank.
     """
 
     def __init__(

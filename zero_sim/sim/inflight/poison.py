@@ -33,7 +33,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def poison_of(dtype: torch.dtype) -> int:
-    """Return an element's poison as an unsigned number. For complex dtypes, a part's poison."""
+    """Return an element's poison as an unsigned number; for complex dtypes, the real part's."""
     if dtype.is_complex:
         dtype = dtype.to_real()
     if dtype is torch.bool:

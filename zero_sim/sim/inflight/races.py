@@ -92,13 +92,7 @@ class _Ranges:
 
 
 class RaceDetector(TorchDispatchMode):
-    """Watches a rank while the context is open. Entered in the rank's thread.
-
-    Args:
-        rank: World rank, for the failure.
-        buffers: The rank's buffers in flight.
-        fail: Ends the world with a failure and returns it.
-    """
+    """Watches a rank while the context is open. Entered in the rank's thread."""
 
     supports_higher_order_operators = True
 
@@ -235,11 +229,7 @@ class RaceDetector(TorchDispatchMode):
         return result
 
     def _check(self, func: Any, tensor: Tensor, *, writes: bool) -> None:
-        """Check that an argument shares no element with a buffer that forbids this use.
-
-        Raises:
-            DataRace: It does.
-        """
+        """Raise DataRace if an argument shares an element with a buffer that forbids this use."""
         start, stop = extent(tensor)
         for span_start, span_stop, buffer in self._charted_spans:
             if span_start >= stop or span_stop <= start:
@@ -252,11 +242,7 @@ class RaceDetector(TorchDispatchMode):
                 raise self._fail(self._race(func, buffer, touched=touched, writes=writes))
 
     def _check_defined(self, func: Any, tensor: Tensor) -> None:
-        """Check that a tensor has no undefined content.
-
-        Raises:
-            ContractViolation: It has undefined content.
-        """
+        """Raise ContractViolation if a tensor has undefined content."""
         origin = self._buffers.undefined.origin_of(tensor)
         if origin is not None:
             rank = self._rank

@@ -76,14 +76,7 @@ def _in_place(call: Call, group_rank: int) -> bool:
 class BufferSnapshots:
     """Copies and expected content of the memory that a rank lends to an operation.
 
-    Args:
-        call: The rank's call.
-        rank: World rank, for messages.
-        what: The operation, such as `all_gather #3 of group world`.
-        group_rank: The rank's group rank.
-        group_size: Number of members.
-        others: The rank's other buffers in flight.
-        strict: As for `buffers_of`.
+    `others` are the rank's other buffers in flight. The other arguments are as for `buffers_of`.
 
     Raises:
         InFlightRace: The call writes memory of an operation in flight, or uses memory that such an

@@ -33,7 +33,7 @@ _AS_IT_IS = nullcontext()
 
 
 class RankOp(Protocol):
-    """An operation as the rank sees that waits for it."""
+    """A member's part of an operation."""
 
     @property
     def awaited(self) -> Pending:
@@ -102,8 +102,8 @@ class Timing(Protocol):
         """Perform an operation because no rank can run.
 
         Args:
-            running: True to perform only an operation with a waiting rank, False to perform the
-                rest after all ranks have ended.
+            running: True if any rank has not ended. Then do nothing unless a rank waits for an
+                operation.
 
         Returns:
             False if nothing was performed, so that no rank can become ready.
@@ -141,11 +141,7 @@ class EagerOp:
 class Eager:
     """A `Timing` that performs each operation when its last member issues it.
 
-    Args:
-        order: Order model for reductions.
-        turns: Wakes waiting ranks.
-        buffers: Buffers in flight, by world rank.
-        races: True if the run has race detectors, which watch these buffers.
+    If the run has race detectors (`races`), they watch `buffers`, which are indexed by world rank.
     """
 
     def __init__(

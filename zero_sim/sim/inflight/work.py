@@ -25,14 +25,9 @@ from zero_sim.sim.waits import Pending, Turns
 
 
 class SimWork(Work):
-    """A rank's handle for an operation. A wait passes on the baton until the operation is done.
+    """A rank's handle for an operation, or for several if coalesced.
 
-    Args:
-        baton: The run's baton.
-        rank: World rank.
-        ops: The operations, several if coalesced.
-        tensors: The operations' results.
-        buffers: The rank's buffers in flight.
+    A wait passes on the baton until all are done. `tensors` are the results.
     """
 
     _unwaited: Sequence[int] = ()
@@ -63,7 +58,7 @@ class SimWork(Work):
         """True once the futures' callbacks have run."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block this rank until the operation is done. Ignores `timeout`, as hangs are reported.
+        """Block this rank until the operation is done. Ignores `timeout`.
 
         Raises:
             TimedOut: A barrier timed out, on this rank or on another.

@@ -65,7 +65,7 @@ class _Timeouts:
         self.pending[rank] = (self._now_seconds + seconds, seconds)
 
     def end(self, rank: int) -> TimedOut | None:
-        """Forget the rank's time-out. Return the error if it was over."""
+        """Forget the rank's time-out. Return its error if it has ended."""
         self.pending.pop(rank, None)
         return self.over.pop(rank, None)
 
@@ -78,7 +78,10 @@ class _Timeouts:
 
 
 class InterruptibleEvent(threading.Event):
-    """An event that waits in short pieces, because Python handles a signal only between waits."""
+    """An event that waits in short pieces, so that no signal waits long for its handler.
+
+    If a signal arrives just before a wait, Python handles it only after the wait.
+    """
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the event is set, or `timeout` seconds. Return True if it is set."""
@@ -91,7 +94,7 @@ class InterruptibleEvent(threading.Event):
 
 
 class Baton:
-    """Hand-over of control between rank threads during one run."""
+    """Hand-over of control between rank threads during a run."""
 
     def __init__(
         self,
@@ -116,11 +119,7 @@ class Baton:
         self._fruitless_polls = 0
 
     def start(self, timing: Timing) -> None:
-        """Make every rank ready and hand over to the first. Called by `World.run`'s thread.
-
-        Args:
-            timing: Performs operations: those due at each call, and more when no rank can run.
-        """
+        """Make every rank ready and hand over to the first. Called by `World.run`'s thread."""
         self._timing = timing
         for each in self._rank_local:
             each.begin(CALLER)
@@ -156,12 +155,8 @@ class Baton:
     ) -> None:
         """Block `rank` until `awaited` is done, and let others run meanwhile.
 
-        Args:
-            rank: World rank.
-            awaited: The rank's wait.
-            site: Call site, for the deadlock table.
-            timeout_seconds: Longest wait in simulated time, which stands still while any rank can
-                run. None for no time-out.
+        `site` is the call site, for the deadlock table. `timeout_seconds` counts in simulated time,
+        which stands still while any rank can run.
 
         Raises:
             TimedOut: No rank could run, and this time-out ended first.
@@ -209,7 +204,7 @@ class Baton:
         return self.log.turns[-1:] == [self.holder]
 
     def fail(self, failure: WorldFailure) -> WorldFailure:
-        """Note the first failure, which ends the world even if the program catches it."""
+        """End the world, even if the program catches the failure. Return it for raising."""
         if self.failure is None:
             self.failure = failure
         return failure

@@ -56,7 +56,7 @@ class SimCluster:
         return self.run.fail(failure)
 
     def issue(self, group: Group, group_rank: int, call: Call, *, asynchronous: bool) -> SimWork:
-        """Issue one rank's side of a collective; `Cluster.issue`."""
+        """See `Cluster.issue`."""
         rank = group.ranks[group_rank]
         self._check_own(rank, group, call.kind)
         # Other ranks' threads will read this memory; see `zero_sim.sim.streams`.
@@ -144,7 +144,7 @@ class SimCluster:
     def send(
         self, group: Group, group_rank: int, peer: int, *, tag: int, tensor: Tensor
     ) -> SimWork:
-        """Issue a send; `Cluster.send`."""
+        """See `Cluster.send`."""
         file, line = call_site()
         call = Call(kind="send", inputs=[tensor], file=file, line=line)
         return self._exchange(group, group_rank, peer, tag, call, group.send)
@@ -152,7 +152,7 @@ class SimCluster:
     def receive(
         self, group: Group, group_rank: int, peer: int | None, *, tag: int, tensor: Tensor
     ) -> SimWork:
-        """Issue a receive; `Cluster.receive`."""
+        """See `Cluster.receive`."""
         file, line = call_site()
         call = Call(kind="recv", inputs=[], outputs=[tensor], file=file, line=line)
         return self._exchange(group, group_rank, peer, tag, call, group.receive)
@@ -160,7 +160,7 @@ class SimCluster:
     def join_works(
         self, rank: int, works: Sequence[SimWork], *, result: Sequence[Any] | None = None
     ) -> SimWork:
-        """Join several works into one; `Cluster.join_works`."""
+        """See `Cluster.join_works`."""
         buffers = self.run.buffers[rank]
         return join_works(works, baton=self.run.baton, rank=rank, buffers=buffers, result=result)
 
@@ -188,7 +188,7 @@ class SimCluster:
             self.run.log.refused = len(self.run.log.collectives) - 1
             raise error from None
         self._record(rank, group, call, tag, True, f"peer {whom}")
-        # Always, because dist.send and dist.recv wait for the work themselves.
+        # Even for synchronous calls, because dist.send and dist.recv wait for the work themselves.
         work = self._work(message, call, rank=rank, member=0 if call.kind == "send" else 1)
         work.require_wait()
         return work

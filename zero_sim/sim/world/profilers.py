@@ -23,7 +23,7 @@ _user: list[int] = []
 
 
 def install(rank_of_thread: Callable[[], int | None]) -> None:
-    """Let only one rank at a time use the profiler. `rank_of_thread` returns the caller's rank."""
+    """Let only one rank at a time use the profiler. `rank_of_thread` returns it."""
     for name in (*_BEGINNING, _ENDING):
         _originals[name] = getattr(profiler, name)
 

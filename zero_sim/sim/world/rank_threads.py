@@ -144,11 +144,7 @@ def no_rank() -> str:
 
 
 def running_rank() -> int:
-    """Return the rank of the calling thread.
-
-    Raises:
-        UsageError: The thread is no rank.
-    """
+    """Return the calling thread's rank. Raise UsageError if the thread is no rank."""
     if rank_state.rank is None:
         check_not_forked()
         raise UsageError(no_rank())
@@ -161,12 +157,8 @@ def is_forked() -> bool:
 
 
 def check_not_forked() -> None:
-    """Check that no rank forked this process.
-
-    Raises:
-        UsageError: A rank did, so all other ranks are missing here.
-    """
-    # Checked at each call: a fork can happen at any time.
+    """Raise UsageError in a process that a rank forked, because the other ranks are missing."""
+    # Checked at each call, because a fork can happen at any time.
     if _forked_by is not None:
         raise UsageError(
             f"expected a rank, got a process that rank {_forked_by} forked (process "

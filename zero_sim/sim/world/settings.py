@@ -111,11 +111,7 @@ def _check_value(name: str, value: Any, *, world_size: int) -> None:
 
 
 def check_program(program: Callable[[int], Any]) -> None:
-    """Check that calling the program runs it.
-
-    Raises:
-        UsageError: The program is not callable, or a call would not run its body.
-    """
+    """Raise UsageError if a program is not callable, or a call would not run its body."""
     if not callable(program):
         raise UsageError(f"expected a function of the rank, got {program!r}")
     # A call of an async def or generator function only makes an object.
@@ -125,12 +121,8 @@ def check_program(program: Callable[[int], Any]) -> None:
 
 
 def check_results(results: Sequence[Any]) -> None:
-    """Check that the program ran on every rank.
-
-    Raises:
-        UsageError: A rank returned a coroutine or a generator, whose body never ran.
-    """
-    # A lambda that calls an async def function passes `check_program`, so results are checked too.
+    """Raise UsageError if a rank returned a coroutine or generator, whose body never ran."""
+    # `check_program` accepts a lambda that calls an async def function, so check results too.
     kinds = [unrun_result(result) for result in results]
     for rank, kind in enumerate(kinds):
         if kind is not None:

@@ -451,7 +451,7 @@ class World:
             raise self._run.fail(failure) from None
 
     def _translated(self, rank: int, error: BaseException) -> BaseException:
-        """Return a rank's error. If a group is missing, name the place that lost it."""
+        """Return a rank's error. If a group is missing, return an error that explains why."""
         if not c10d.is_about_a_missing_group(error):
             return error
         file, line = raising_site(error)
