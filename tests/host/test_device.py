@@ -44,9 +44,7 @@ def test_a_device_with_too_high_an_index_is_told(monkeypatch):
     monkeypatch.setattr(device, "_accelerator", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert check_device("cuda:1").index == 1
-    with pytest.raises(
-        EnvironmentProblem, match="one of the devices cuda:0 to cuda:1, got 'cuda:2'"
-    ):
+    with pytest.raises(EnvironmentProblem, match="a device from cuda:0 to cuda:1, got 'cuda:2'"):
         check_device("cuda:2")
 
 

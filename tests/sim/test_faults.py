@@ -220,7 +220,7 @@ SENT_AND_KEPT = (
     ),
     (Fault(kind="drop", rank=2), to_root, [[1, 2, 0], [], []]),
     (Fault(kind="drop", rank=1), all_to_all, [[1, 0, 3], [1, 2, 3], [1, 0, 3]]),
-    # What counts twice takes the next place in a gather.
+    # In a gather, the duplicated data takes the next place.
     (Fault(kind="duplicate", rank=1), reduce_scatter, [121, 242, 484]),
     (Fault(kind="duplicate", rank=0), all_gather_in_place, [[1, 1, 3], [1, 2, 3], [1, 1, 3]]),
 )

@@ -51,7 +51,7 @@ def _is_deferred() -> bool:
 
 
 class _Deferred(ModuleType):
-    """Stand-in for `torch._dynamo`, correct for code that is not compiled."""
+    """Stand-in for `torch._dynamo`, correct without compilation."""
 
     def __init__(self, name: str, doc: str | None) -> None:
         super().__init__(name, doc)
@@ -114,7 +114,7 @@ class _SubmoduleFinder(importlib.abc.MetaPathFinder):
 
 
 class _Imported(importlib.abc.Loader):
-    """Loader for a module that is already imported."""
+    """Loader for an already imported module."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module

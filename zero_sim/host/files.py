@@ -85,10 +85,9 @@ def folder_whole(path: Path) -> Iterator[Path]:
 
 
 def unwritten(what: str, path: Path | str, error: OSError) -> ZeroSimError:
-    """Return the error for a file that could not be written.
+    """Return the error for a file, `what` (such as `a page`), that could not be written.
 
-    An EnvironmentProblem if the disk is full or fails, otherwise a UsageError. `what` describes the
-    file, for example `a page`.
+    It is an EnvironmentProblem if the disk is full or fails, otherwise a UsageError.
     """
     why = f"expected to write {what} to {path}, got: {error.strerror or error}."
     if error.errno in _OF_MACHINE:

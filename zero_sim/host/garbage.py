@@ -30,7 +30,7 @@ def spare_imports() -> None:
 
 
 def settle_memory() -> None:
-    """Exclude current objects from later collections, in a process that runs many cases."""
+    """Exclude current objects from later collections, in processes for many cases."""
     if _usual:
         spare_imports()
         return

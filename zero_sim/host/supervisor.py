@@ -100,7 +100,7 @@ def supervise(target: str) -> int:
 
 def _run_again() -> tuple[_Told, int]:
     ours, theirs = socket.socketpair()
-    # Close the child's end here at once, so that reads end when the child ends.
+    # Close the child's end here at once, so reads end when the child ends.
     with ours:
         with theirs:
             child = subprocess.Popen(
@@ -148,7 +148,7 @@ class _Told:
     unread: bytes = b""
 
     def read(self, channel: socket.socket) -> None:
-        """Read the messages that have arrived."""
+        """Read new messages."""
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
             while part := channel.recv(65536):
                 # A message may arrive in parts.
@@ -163,7 +163,7 @@ class _Told:
         self.ending = message.get("ending", self.ending)
 
     def without_confirmation(self, returncode: int, *, target: str) -> tuple[str, int]:
-        """Return message and exit status for a process that ended without confirmation."""
+        """Return message and exit status for an end without confirmation."""
         number = -returncode
         if self.passed_on and number in ENDING:
             return "interrupted.", 130

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Environment variable with a folder that contains an empty file for each shown warning.
+# Environment variable with a folder, which has an empty file for each shown warning.
 _CLAIMS = "ZERO_SIM_WARNED"
 
 
@@ -31,7 +31,7 @@ def telling_once() -> Iterator[None]:
         yield
         return
     folder = Path(tempfile.gettempdir(), f"zero-sim-warned-{os.getpid()}-{secrets.token_hex(4)}")
-    # In the environment, so that started processes find it.
+    # In the environment, for started processes.
     before, os.environ[_CLAIMS] = warnings.showwarning, str(folder)
     tell_once()
     try:

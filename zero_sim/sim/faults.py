@@ -1,4 +1,4 @@
-"""Planned faults: failures that a world injects on request.
+"""Planned faults, which a world injects.
 
 A plan is a list of `Fault`s. Each names a rank and one of its collectives, given or drawn from the
 seed. So a run with faults is reproducible: it is a function of (program, schedule, seed, plan). An
@@ -88,7 +88,7 @@ class DueFault:
         self._note(effect, fired=True)
 
     def missed(self, reason: str) -> None:
-        """Record that the call came, but the fault could not happen there."""
+        """Record why the fault could not happen at the due call."""
         self._note(reason, fired=False)
 
     def _note(self, effect: str, *, fired: bool) -> None:
@@ -146,7 +146,7 @@ class Injector:
     def __init__(self, faults: Sequence[Fault], *, seed: int, log: EventLog) -> None:
         self.faults = tuple(faults)
         self._log = log
-        # A generator per fault, so that its draws do not depend on other faults.
+        # A generator per fault, because its draws must not depend on other faults.
         self._random = [random.Random(f"{seed}/{index}") for index in range(len(faults))]
         self._calls = [
             fault.call
@@ -158,7 +158,7 @@ class Injector:
         self._noted: set[int] = set()
 
     def due(self, rank: int, call: Call, *, what: str) -> tuple[DueFault, ...]:
-        """Count a call that a rank is about to issue, and return the faults that are due.
+        """Count a rank's next call, and return due faults.
 
         `what` is the collective, such as `all_reduce #2 of group world`.
         """
@@ -190,7 +190,7 @@ class Injector:
         return tuple(due_faults)
 
     def slow_down(self, schedule: Schedule) -> Schedule:
-        """Wrap the schedule so that slow ranks run last."""
+        """Wrap the schedule, to run slow ranks last."""
         # If a rank has several `slow` faults, the last gets the record.
         slow = {
             fault.rank: index for index, fault in enumerate(self.faults) if fault.kind == "slow"

@@ -99,7 +99,7 @@ class _ByteMap:
     """A storage's undefined bytes."""
 
     storage: StorageWeakRef
-    """Weak, so that it does not keep memory alive."""
+    """Weak, because it must not keep memory alive."""
     undefined: np.ndarray
     """1D bool, with an element per byte of the storage."""
     origin: str

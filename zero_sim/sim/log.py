@@ -125,7 +125,7 @@ class EventLog:
         self.turns: list[int] = []
         """Ranks that got the baton, in order."""
         self.faults: list[FaultRecord] = []
-        """A record per planned fault: faults that happened in order of time, then the others."""
+        """A record per planned fault: first faults that happened, in order of time."""
         self.refused: int | None = None
         """Index of the call that violated the contract and ended the run."""
         self.harness: set[int] = set()
@@ -135,7 +135,7 @@ class EventLog:
         """Indices of asynchronous calls that their rank has neither waited for nor seen done."""
         self.watch: Callable[[CollectiveRecord, Call], None] | None = None
         """Receives each call, in the rank's thread."""
-        # By rank, so that an error does not search all calls of a long run.
+        # By rank, to save errors a search of all calls.
         self._latest: dict[int, deque[CollectiveRecord]] = {}
 
     def __repr__(self) -> str:

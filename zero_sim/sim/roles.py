@@ -11,7 +11,7 @@ from zero_sim.sim.call import Call
 
 
 class Part(NamedTuple):
-    """The part of a tensor that an operation writes."""
+    """A written part of a tensor."""
 
     tensor: int
     """Index in `written_tensors`."""
@@ -28,14 +28,14 @@ class Part(NamedTuple):
 
 
 def read_tensors(call: Call, *, group_rank: int) -> Sequence[Tensor]:
-    """Return the tensors that the operation reads on this rank."""
+    """Return the tensors read on this rank."""
     if call.kind == "broadcast" and group_rank != call.root:
         return ()
     return call.inputs
 
 
 def written_tensors(call: Call, *, group_rank: int) -> Sequence[Tensor]:
-    """Return the tensors that the operation writes on this rank, at least in part."""
+    """Return the tensors written on this rank, at least in part."""
     if call.kind == "all_reduce":
         return call.inputs
     if call.kind == "reduce":
@@ -46,7 +46,7 @@ def written_tensors(call: Call, *, group_rank: int) -> Sequence[Tensor]:
 
 
 def written_parts(call: Call, *, group_rank: int, group_size: int) -> list[Part]:
-    """Return the parts that the operation writes, without repeats; see [Note: own parts]."""
+    """Return the written parts without repeats; see [Note: own parts]."""
     tensors = written_tensors(call, group_rank=group_rank)
     own = _own_parts(call, group_rank=group_rank, group_size=group_size)
     repeated = repeated_outputs(call)
@@ -152,7 +152,7 @@ def same_storage(a: Tensor, b: Tensor) -> bool:
 
 
 def span_bytes(tensor: Tensor) -> tuple[int, int]:
-    """Return the half-open range of bytes that a tensor spans in its storage."""
+    """Return a tensor's span in its storage, as a half-open range of bytes."""
     if not tensor.numel():
         return 0, 0
     strides = map(int, tensor.stride())

@@ -1,4 +1,4 @@
-"""Schedules, which pick the next rank among the ranks that can run.
+"""Schedules, which pick the next rank among the ready ranks.
 
 A run is a function of (program, timing, schedule, seed): runs with equal inputs have equal event
 logs. A schedule serves a single run. A recipe makes a fresh schedule for each run.
@@ -22,7 +22,7 @@ PICKS_PER_RANK = 16
 
 
 class Schedule(Protocol):
-    """A policy that picks ready ranks, for a single run."""
+    """Picks ready ranks in a single run."""
 
     def add(self, rank: int) -> None:
         """Note that `rank` can run."""

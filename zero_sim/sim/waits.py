@@ -42,7 +42,7 @@ class Pending(Awaited, Protocol):
 
     @property
     def key(self) -> str:
-        """Name that is unique in a run and independent of the schedule."""
+        """Unique name in a run, independent of the schedule."""
         ...
 
     @property
@@ -109,7 +109,7 @@ class Turns(Protocol):
         ...
 
     def finish(self, awaited: Awaited) -> None:
-        """Make the ranks that wait for `awaited` ready again."""
+        """Make the waiting ranks ready again."""
         ...
 
     def fail(self, failure: WorldFailure) -> WorldFailure:

@@ -83,7 +83,7 @@ def splits_of(splits: Sequence[int] | Tensor) -> list[int]:
 
 
 def check_one(kind: str, tensors: Sequence[Tensor], *, side: str) -> None:
-    """Check that a rank passes exactly one tensor, as gloo requires here."""
+    """Require exactly one tensor."""
     if len(tensors) == 1:
         return
     # `side` is `input` or `output`; empty if the method has only one list.
@@ -96,7 +96,7 @@ def check_one(kind: str, tensors: Sequence[Tensor], *, side: str) -> None:
 
 
 def check_can_fold(kind: str, op: ReduceOp.RedOpType) -> None:
-    """Check that a rank can reduce its own tensors before the collective."""
+    """Require an operation that can reduce a rank's own tensors before the collective."""
     if not can_fold(op):
         raise BadArgument(
             kind,
@@ -106,7 +106,7 @@ def check_can_fold(kind: str, op: ReduceOp.RedOpType) -> None:
 
 
 def check_some(kind: str, tensors: Sequence[Tensor]) -> None:
-    """Check that a call has at least one tensor."""
+    """Require at least one tensor."""
     if not tensors:
         raise BadArgument(
             kind, "requires non-empty tensor list", "Expected at least one tensor, got none."
@@ -114,7 +114,7 @@ def check_some(kind: str, tensors: Sequence[Tensor]) -> None:
 
 
 def check_pairs(kind: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Check that a flat call has a dense output for each dense input, coalesced or not."""
+    """Require a dense output for each dense input of a flat call, coalesced or not."""
     check_some(kind, inputs)
     if len(outputs) != len(inputs):
         raise BadArgument(
@@ -128,7 +128,7 @@ def check_pairs(kind: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) 
 def check_gathered(
     kind: str, rows: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *, size: int, even: bool
 ) -> None:
-    """Check an all-gather's lists: lengths, layouts, dtypes, and with `even` also sizes.
+    """Check lengths, layouts, dtypes, and with `even` also sizes, in an all-gather's lists.
 
     `rows` has a list per input, each with an output for each input of each member.
     """
@@ -160,7 +160,7 @@ def check_gathered(
 def check_gathered_coalesced(
     kind: str, rows: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *, size: int
 ) -> None:
-    """Check that a coalesced all-gather has a list like `inputs` for each member."""
+    """Require a list like `inputs` for each member in a coalesced all-gather."""
     check_some(kind, inputs)
     if len(rows) != size:
         raise BadArgument(
@@ -188,7 +188,7 @@ def check_gathered_coalesced(
 
 
 def check_coalesced(kind: str, tensors: Sequence[Tensor]) -> None:
-    """Check that a coalesced reduction has tensors, all with the same layout and dtype."""
+    """Require tensors of the same layout and dtype in a coalesced reduction."""
     check_some(kind, tensors)
     first = tensors[0]
     for index, tensor in enumerate(tensors):
@@ -214,7 +214,7 @@ class NotContiguous(BadArgument, ValueError):
 
 
 def check_contiguous(kind: str, tensors: Sequence[Tensor]) -> None:
-    """Raise NotContiguous if a tensor is not contiguous, for calls in which gloo requires it."""
+    """Raise NotContiguous if a tensor is not contiguous, where gloo requires it."""
     for tensor in tensors:
         if not tensor.is_contiguous():
             raise NotContiguous(
@@ -226,7 +226,7 @@ def check_contiguous(kind: str, tensors: Sequence[Tensor]) -> None:
 
 
 def check_like(kind: str, entries: Sequence[Tensor], tensor: Tensor, *, even: bool) -> None:
-    """Check that a list's entries have the other tensor's dtype, and with `even` also its size."""
+    """Require the other tensor's dtype in all entries, and with `even` also its size."""
     for index, entry in enumerate(entries):
         _check_dtype(kind, entry, tensor.dtype, index)
         # NCCL accepts different sizes per rank, which the contract compares between ranks.
@@ -249,7 +249,7 @@ def _check_dtype(kind: str, tensor: Tensor, expected: torch.dtype, index: int) -
 
 
 def check_no_rows(kind: str, rows: Sequence[Sequence[Tensor]], *, side: str) -> None:
-    """Check that a member other than the root passes no tensors."""
+    """Require no tensors from members other than the root."""
     if any(len(row) for row in rows):
         raise BadArgument(
             kind,
@@ -259,7 +259,7 @@ def check_no_rows(kind: str, rows: Sequence[Sequence[Tensor]], *, side: str) -> 
 
 
 def check_alike(kind: str, tensors: Sequence[Tensor]) -> None:
-    """Check that a list's tensors have the same layout, dtype and shape."""
+    """Require the same layout, dtype and shape in a list."""
     first = tensors[0]
     # Compare with the first tensor, as gloo does.
     for index, tensor in enumerate(tensors[1:], start=1):
@@ -277,7 +277,7 @@ def check_alike(kind: str, tensors: Sequence[Tensor]) -> None:
 
 
 def check_dense(kind: str, tensors: Sequence[Tensor]) -> None:
-    """Check that tensors are dense."""
+    """Require dense tensors."""
     for tensor in tensors:
         # The simulator lends and compares memory by address, which needs strides.
         if tensor.layout != torch.strided:
@@ -290,7 +290,7 @@ def check_dense(kind: str, tensors: Sequence[Tensor]) -> None:
 
 
 def check_sparse_sum(kind: str, op: ReduceOp.RedOpType) -> None:
-    """Check that a sparse all-reduce adds."""
+    """Require SUM in a sparse all-reduce."""
     if op != ReduceOp.SUM:
         raise BadArgument(
             kind,
@@ -301,7 +301,7 @@ def check_sparse_sum(kind: str, op: ReduceOp.RedOpType) -> None:
 
 
 def check_rows(kind: str, rows: Sequence[Sequence[Tensor]], *, side: str, size: int) -> None:
-    """Check that a call has a single list, with a tensor for each of `size` members."""
+    """Require a single list, with a tensor for each of `size` members."""
     if len(rows) != 1:
         raise BadArgument(
             kind,

@@ -49,5 +49,5 @@ class Cluster(Protocol):
         ...
 
     def used_after_destroy(self, group: Group, group_rank: int, kind: str) -> WorldFailure:
-        """Return the error for a member that uses a group after it destroyed its side."""
+        """Return the error for a use of a group after a member destroyed its side."""
         ...

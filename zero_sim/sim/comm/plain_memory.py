@@ -25,7 +25,7 @@ def memory_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def storages_of(tensors: Sequence[Tensor]) -> set[int]:
-    """Return keys that identify the tensors' storages."""
+    """Return the storages' identities."""
     return {tensor.untyped_storage()._cdata for tensor in tensors if not tensor.is_sparse}
 
 
@@ -82,11 +82,7 @@ def inner_tensors(tensor: Any) -> list[Tensor]:
 
 
 def check_writable(call: Call, *, group_rank: int) -> None:
-    """Check that the elements of each tensor that a call writes have different addresses.
-
-    Raises:
-        RuntimeError: Several elements share an address. Has torch's message.
-    """
+    """Raise RuntimeError, as torch does, if elements of a written tensor share memory."""
     # Here, because torch's copy would raise in the thread of the rank that moves the data.
     for tensor in written_tensors(call, group_rank=group_rank):
         # torch returns 1 if an overlap is certain, and 2 if it cannot decide.
@@ -100,7 +96,7 @@ def check_writable(call: Call, *, group_rank: int) -> None:
 
 
 def count_holders(tensor: Tensor) -> int:
-    """Return the number of tensors that share this tensor's storage, itself included."""
+    """Return the number of tensors on this tensor's storage, itself included."""
     storage = tensor.untyped_storage()
     # `storage` itself holds one reference.
     return torch._C._storage_Use_Count(storage._cdata) - 1  # pyrefly: ignore [missing-attribute]

@@ -56,7 +56,7 @@ class _FaultyCalls:
 
     def _due_faults(self, side: str) -> list[tuple[int, DueFault]]:
         return [
-            # In rank order, so that the log does not depend on the schedule.
+            # In rank order, because the log must not depend on the schedule.
             (member, due)
             for member in sorted(self._due)
             for due in self._due[member]
@@ -101,7 +101,7 @@ class _FaultyCalls:
             due.fired("the data that the rank sends also replaces the next rank's")
 
     def _stand_in(self, member: int) -> Sequence[Tensor]:
-        """Return copies that the collective sends instead of the rank's tensors."""
+        """Return the copies to send instead of the rank's tensors."""
         if member not in self._kept:
             call = self._given[member]
             # Two copies, because the collective may write into the copy that it sends.

@@ -150,11 +150,11 @@ class SimProcessGroup(ProcessGroup):
         self._backend.set_timeout(timeout)
 
     def get_group_store(self) -> Store | None:
-        """Return the store that the members share."""
+        """Return the members' store."""
         return self._store
 
     def set_group_store(self, store: Store) -> None:
-        """Set the store that the members share."""
+        """Set the members' store."""
         self._store = store
 
     def _get_sequence_number_for_group(self) -> int:
@@ -268,7 +268,7 @@ class SimProcessGroup(ProcessGroup):
         check_alike("allreduce", tensors)
         if len(tensors) == 1:
             return self._all_reduce("allreduce", tensors, opts)
-        # Several tensors: reduce them into the first, all-reduce that, and copy the result back.
+        # Several tensors: reduce them into the first, all-reduce the first, and copy it back.
         check_can_fold("allreduce", reduce_op_of(opts))
         tensor_lists.fold(tensors, reduce_op_of(opts))
         work = self._all_reduce("allreduce", tensors[:1], opts)

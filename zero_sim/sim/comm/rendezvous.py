@@ -139,7 +139,7 @@ class Collective:
         return True
 
     def add_faults(self, group_rank: int, due_faults: Sequence[DueFault]) -> None:
-        """Note planned faults in the data that a member sends or receives."""
+        """Note planned faults in a member's data."""
         self.due_faults = {**self.due_faults, group_rank: due_faults}
 
     def conclude(self) -> None:
@@ -276,7 +276,7 @@ class Group:
         return collective, sequence
 
     def send(self, group_rank: int, peer: int, *, tag: int, call: Call) -> Message:
-        """Post a send. If its receive is already posted, it joins that."""
+        """Post a send. It joins its receive if that is already posted."""
         message = self._message(group_rank, peer, call)
         waiting = self._receives.get((peer, tag), deque())
         # In order of posting: messages with the same peer and tag do not overtake each other.

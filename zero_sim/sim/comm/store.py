@@ -13,7 +13,7 @@ from zero_sim.sim.failures import TimedOut
 
 
 class KeyWait:
-    """A rank's wait for a key that is not set yet."""
+    """Ranks' wait for an unset key."""
 
     __slots__ = ("done", "key", "missing", "waiters")
 
@@ -47,7 +47,7 @@ class SimStore(Store):
         self._waits: dict[str, KeyWait] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a key and wake the ranks that wait for it."""
+        """Set a key and wake its waiting ranks."""
         self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
         waited = self._waits.pop(key, None)
         if waited is not None:

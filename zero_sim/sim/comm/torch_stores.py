@@ -129,13 +129,13 @@ class StoreWaits:
 
 
 class Ranks(Protocol):
-    """Access to the calling rank's world; `stores` is None in a thread that is no rank."""
+    """Access to the calling rank's world; `stores` is None in other threads."""
 
     stores: StoreWaits | None
 
 
 def install(ranks: Ranks) -> None:
-    """Replace torch's methods that may wait, for threads that are ranks."""
+    """Replace torch's waiting methods in rank threads."""
     instead = dict.fromkeys(_WRITES, _write) | {
         "add": _add,
         "compare_set": _compare_set,

@@ -1,4 +1,4 @@
-"""Checks for calls of several ranks that conflict: NCCL would refuse, hang on or misread them.
+"""Checks for conflicting calls of several ranks: NCCL would refuse, hang on or misread them.
 
 Every error names both ranks' call sites. No check reads values. `strict` adds checks for
 differences that gloo accepts but NCCL does not.

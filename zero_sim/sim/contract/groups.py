@@ -35,7 +35,7 @@ class GroupRegistry:
         self._destroyed: dict[int, dict[str, str]] = {}
 
     def generation(self, rank: int) -> int:
-        """Return the number of times that the rank destroyed the default group."""
+        """Return how many times the rank destroyed the default group."""
         return self._generations.get(rank, 0)
 
     def note_made(self, rank: int, name: str, ranks: Sequence[int], site: str) -> None:
@@ -59,7 +59,7 @@ class GroupRegistry:
             )
 
     def note_destroyed(self, rank: int, label: str, site: str, *, world: bool) -> None:
-        """Note the site at which a rank destroyed a group."""
+        """Note a rank's destroy_process_group and its call site."""
         # Ordered by time, because `use_after_destroy` may need the last.
         self._destroyed.setdefault(rank, {})[label] = site
         if world:

@@ -101,7 +101,7 @@ def _refuse(call: Call, rank: int, aspect: str, message: str) -> None:
 
 def _check_sizes(call: Call, *, group_rank: int, rank: int, world_size: int) -> None:
     inputs, outputs = call.inputs, call.outputs
-    # Check only sizes that do not depend on other ranks' calls.
+    # Check only sizes independent of other ranks' calls.
     if call.kind == "reduce_scatter":
         _check_flat(call, inputs, outputs, rank=rank, world_size=world_size)
     elif call.kind == "all_gather":

@@ -97,7 +97,7 @@ class SimFuture(torch.futures.Future):
         self._catch_up()
         if not super().done():
             raise RuntimeError(
-                "expected value() of a future that is done, got a future that is not. "
+                "expected a future that is done, got a pending future in value(). "
                 "Call wait(), which returns the value."
             )
         return super().value()
@@ -187,7 +187,7 @@ class SimFuture(torch.futures.Future):
 def collect_all(futures: Sequence[torch.futures.Future]) -> SimFuture:
     """Return a future that is done when all `futures` are, at least one of them a SimFuture."""
     of_works = [each for each in futures if isinstance(each, SimFuture)]
-    # Ordered and without duplicates, so that waits have a deterministic order.
+    # Ordered and without duplicates, so the order of waits is deterministic.
     works = dict.fromkeys(work for each in of_works for work in each.works)
     has_plain = len(of_works) < len(futures) or any(each.has_plain for each in of_works)
     collected = SimFuture(list(works), has_plain=has_plain)

@@ -27,7 +27,7 @@ _ROUNDS_LATE_MAX = 4
 """Longest drawn delay, in calls into the world per group member."""
 
 _REFUSALS_MAX = 2
-"""Largest drawn number of polls that return False although the operation was performed."""
+"""Largest drawn value of `LatePlan.refusals`."""
 
 TIMINGS = ("eager", "lazy", "hostile")
 
@@ -90,7 +90,7 @@ class LateOp:
 
     @property
     def buffers(self) -> Sequence[InFlightBuffer]:
-        """The rank's buffers that this operation uses."""
+        """See `RankOp.buffers`."""
         return self.snapshots.buffers
 
     def start_wait(self) -> None:
@@ -207,7 +207,7 @@ class Late:
         return op
 
     def advance(self) -> None:
-        """Carry out actions that are due at this tick; `Timing.advance`."""
+        """Carry out actions due at this tick; `Timing.advance`."""
         self._agenda.do(self._log.tick)
 
     def start_wait(self, op: LateOp) -> None:
@@ -246,7 +246,7 @@ class Late:
         if not eligible or self._turns.failure is not None:
             return False
         # If hostile, draw also among operations without a waiting rank. The generator is separate,
-        # so that these draws do not shift others.
+        # because these draws must not shift others.
         chosen = self._forcing.choice(list(self._full)) if self._hostile else eligible[0]
         try:
             self._perform(chosen)

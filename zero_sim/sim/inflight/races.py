@@ -77,7 +77,7 @@ class _Ranges:
         self._starts: list[int] = []
         self._stops: list[int] = []
         for start, stop in sorted(ranges):
-            # Merge ranges that overlap or touch.
+            # Merge overlapping and adjacent ranges.
             if self._stops and start <= self._stops[-1]:
                 self._stops[-1] = max(self._stops[-1], stop)
             else:

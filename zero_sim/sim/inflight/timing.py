@@ -91,7 +91,7 @@ class Timing(Protocol):
         ...
 
     def advance(self) -> None:
-        """Carry out actions that are due at this tick.
+        """Carry out actions due at this tick.
 
         Raises:
             WorldFailure: A due action failed.
@@ -106,7 +106,7 @@ class Timing(Protocol):
                 operation.
 
         Returns:
-            False if nothing was performed, so that no rank can become ready.
+            False if nothing was performed, so no rank can become ready.
         """
         ...
 

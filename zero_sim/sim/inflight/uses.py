@@ -15,7 +15,7 @@ memory. `statistics`: writes while training, otherwise reads."""
 
 
 class Use(NamedTuple):
-    """An argument that is a tensor or a list of tensors, with its use."""
+    """A tensor argument, or list of tensors, with its use."""
 
     index: int
     """Position in the schema. A call may pass the argument by name instead."""

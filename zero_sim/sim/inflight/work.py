@@ -98,7 +98,7 @@ class SimWork(Work):
             return
         self._landed = True
         baton = self._baton
-        # The operation lands before its buffers, because it checks memory that is in flight.
+        # The operation lands before its buffers, because it checks memory in flight.
         for op in self._ops:
             op.land()
             for buffer in op.buffers:

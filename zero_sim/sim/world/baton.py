@@ -25,12 +25,12 @@ from zero_sim.sim.waits import Awaited
 from zero_sim.sim.world.rank_threads import check_not_forked
 
 CALLER = -1
-"""Owner number of the thread that called `World.run`, whose process state the ranks borrow."""
+"""Owner number of `World.run`'s thread, whose process state the ranks borrow."""
 
 _STRETCH_SECONDS = 1.0
 
 FRUITLESS_POLLS_MAX = 1000
-"""Number of polls of an unfinished work, with no other rank ready, that counts as a deadlock."""
+"""Limit on polls of an unfinished work with no other rank ready, before this is a deadlock."""
 
 
 class RankLocal(Protocol):
@@ -71,16 +71,16 @@ class _Timeouts:
 
     def pass_first(self) -> tuple[int, float]:
         """Advance time to the end of the first time-out. Return its rank and length in seconds."""
-        # Ties go to the lowest rank, so that the run is deterministic.
+        # Ties go to the lowest rank, because the run must be deterministic.
         rank = min(self.pending, key=lambda each: (self.pending[each][0], each))
         self._now_seconds, seconds = self.pending.pop(rank)
         return rank, seconds
 
 
 class InterruptibleEvent(threading.Event):
-    """An event that waits in short pieces, so that no signal waits long for its handler.
+    """An event that waits in short pieces.
 
-    If a signal arrives just before a wait, Python handles it only after the wait.
+    If a signal arrives just before a wait, Python handles it only after this wait.
     """
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -114,7 +114,7 @@ class Baton:
         """Restored in this order."""
         self._waiting: dict[int, tuple[Awaited, str]] = {}
         self._timeouts = _Timeouts()
-        # Ranks that have not ended.
+        # Ranks whose program has not ended.
         self._running = set(range(len(gates)))
         self._fruitless_polls = 0
 
@@ -133,7 +133,7 @@ class Baton:
         self._put_in_place(CALLER)
 
     def enter(self, rank: int) -> None:
-        """Become the holder. Called first in a rank thread that was woken."""
+        """Become the holder. Called first in a woken rank thread."""
         self._put_in_place(rank)
         self.holder = rank
         # If the world ended meanwhile, this unwinds the rank.
@@ -179,7 +179,7 @@ class Baton:
         if awaited.done or self.failure is not None:
             return awaited.done
         turns = self.turns
-        # Still ready, but after the others, so that polling cannot starve them.
+        # Still ready, but after the others, because polls must not starve them.
         self.schedule.defer(rank)
         self._waiting[rank] = (awaited, site)
         self._yield(rank)
@@ -215,7 +215,7 @@ class Baton:
             raise RankEnded
 
     def finish(self, awaited: Awaited) -> None:
-        """Make the ranks that wait for `awaited` ready again."""
+        """Make the waiting ranks ready again."""
         for rank in awaited.waiters:
             self._waiting.pop(rank, None)
             self.schedule.add(rank)
@@ -280,7 +280,7 @@ class Baton:
             if self._timeouts.pending:
                 return self._time_out_first()
             self.failure = self._deadlock()
-        # The world has ended: wake the other ranks in turn, so that each unwinds.
+        # The world has ended: wake the other ranks in turn, to unwind each.
         return min(self._running, default=None)
 
     def _time_out_first(self) -> int | None:

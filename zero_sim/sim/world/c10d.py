@@ -247,7 +247,7 @@ def use_one_compute_thread() -> None:
 
 
 def init_default_group(*, rank: int, world_size: int, store: dist.Store) -> None:
-    """Make the calling rank's default group, with the functions that torch itself uses."""
+    """Make the calling rank's default group, with torch's own functions."""
     # Not torch's init_process_group: it would build a table of all ranks on each rank, and chain an
     # excepthook for each rank.
     backend = dist.Backend("sim")

@@ -95,7 +95,7 @@ CACHES = (
 
 
 def _marked(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a method that sets up a mesh, to give the mesh the running rank's key."""
+    """Wrap a method that sets up a mesh. Give the mesh the running rank's key."""
 
     @functools.wraps(original)
     def set_up(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -147,11 +147,11 @@ NAMES = (
     Name("sys", "stdout", copied=False),
     Name("sys", "stderr", copied=False),
 )
-"""Globals that differ by rank. Names that a version of torch lacks are skipped."""
+"""Globals that differ by rank. Names missing in a version of torch are skipped."""
 
 
 class Switch(NamedTuple):
-    """A process-wide setting that torch keeps in C++."""
+    """A process-wide setting in torch's C++."""
 
     name: str
     get: Callable[[], Any]
@@ -236,7 +236,7 @@ class ProcessState:
 
     def __init__(self) -> None:
         self._saved: dict[int, _Values] = {}
-        # Names of modules that are not imported yet.
+        # Names in modules that are not imported yet.
         self._absent: list[Name] = []
         self._module_count = 0
         self._modules: dict[str, Any] = {}
@@ -340,7 +340,7 @@ class ProcessState:
             _forget_warnings_given()
 
     def _look_for_names(self, *, at_start: bool) -> None:
-        """Find names in modules that were imported since the last call.
+        """Find names in modules imported since the last call.
 
         The current values are the caller's if `at_start`, otherwise an importing rank's.
         """

@@ -1,4 +1,4 @@
-"""A lock on torch's profiler, so that only one rank uses it at a time.
+"""A lock on torch's profiler, for one rank at a time.
 
 A process has a single profiler. If two threads use it at once, the process crashes with a memory
 fault, also without a simulation.
@@ -23,7 +23,7 @@ _user: list[int] = []
 
 
 def install(rank_of_thread: Callable[[], int | None]) -> None:
-    """Let only one rank at a time use the profiler. `rank_of_thread` returns it."""
+    """Let only one rank use the profiler at a time."""
     for name in (*_BEGINNING, _ENDING):
         _originals[name] = getattr(profiler, name)
 

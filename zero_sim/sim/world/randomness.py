@@ -23,7 +23,7 @@ _python_generator: Any = random._inst  # pyrefly: ignore [missing-attribute]
 _python_address = id(_python_generator) + object.__basicsize__
 _numpy_generator: Any = np.random.mtrand._rand
 _NOTHING_KEPT: dict[str, Any] = {"has_gauss": 0}
-"""The only field of numpy's state that is read if the words are known."""
+"""The only field read from numpy's state if the words are known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""State of the running thread: its rank, its c10d world, the rank that started it; and forks."""
+"""State of the running thread: its rank, c10d world and starter; and forked processes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RankC10dWorld:
 class RankState(threading.local):
     """The running thread's state as a rank."""
 
-    # Class attributes are the defaults for threads that are no rank.
+    # Class attributes are the defaults for other threads.
     rank: int | None = None
     leave: Callable[[int], None] | None = None
     """Ends the world if the rank calls os._exit. Takes the exit status."""
@@ -75,7 +75,7 @@ class RankState(threading.local):
 
 
 rank_state = RankState()
-"""State of the running thread. All fields are None in a thread that is no rank."""
+"""State of the running thread. All fields are None if it is no rank."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ class WorldSettings:
             UsageError: A value has the wrong type or is out of range.
         """
         check_settings(world_size, changes)
-        # After the check, so that a wrong type is an error and not converted.
+        # After the check, because a wrong type must be an error.
         plain = {
             name: _PLAIN[name](value) if name in _PLAIN else value
             for name, value in changes.items()
@@ -63,7 +63,7 @@ class WorldSettings:
         return replace(self, **plain)
 
 
-# Convert numpy numbers, so that logs and messages print Python's.
+# Convert numpy numbers, because logs and messages print Python's.
 _PLAIN: Mapping[str, Callable[[Any], Any]] = {
     "seed": operator.index,
     "depth": operator.index,

@@ -21,7 +21,7 @@ _is_done = torch._C.Future.done
 
 
 def _finish(future: Any) -> Any:
-    """Wait for all works that a future depends on, and return the future."""
+    """Wait for all works behind a future, and return the future."""
     if isinstance(future, SimFuture):
         future.wait()
     elif isinstance(future, torch._C.Future):
@@ -42,12 +42,12 @@ def _works_with_callbacks() -> Mapping[SimWork, None]:
 # So the wait counts for all works whose callbacks have run, and it waits for other works with
 # callbacks until the future is done.
 def _wait_for_callbacks(future: torch._C.Future) -> None:
-    """Wait for the works that a future may depend on; see [Note: plain futures]."""
+    """Wait for the works that may be behind a future; see [Note: plain futures]."""
     works = _works_with_callbacks()
     if not isinstance(future, SimFuture) or future.has_plain:
         for work in [each for each in works if each.are_futures_done]:
             work.wait()
-    # In order of their first callback, so that the run is deterministic.
+    # In order of their first callback, because the run must be deterministic.
     while works and not _is_done(future):
         next(iter(works)).wait()
 

@@ -57,10 +57,10 @@ class World:
         seed: Seed for drawn schedules, hostile timing, random trees and the ranks' random numbers.
             Rank `r` starts every program as after `manual_seed(seed + r)`.
         depth: For `pct`: number of events whose order triggers a bug, at least 1.
-        races: True to check each tensor operation for access to memory that is in flight and for
-            reads of undefined outputs.
-        stall_seconds: Longest time that a rank may run without calling torch.distributed while
-            others wait.
+        races: True to check each tensor operation for access to memory in flight and for reads of
+            undefined outputs.
+        stall_seconds: Longest time for a rank to run without calling torch.distributed while others
+            wait.
         strict: True to also refuse calls that gloo accepts but NCCL does not: tensors that are not
             contiguous, overlap, or differ in shape or memory format between ranks; buffers that two
             ranks exchanged; asynchronous calls never waited for; and collectives of several groups
@@ -69,7 +69,7 @@ class World:
         initialized: True if the default group exists when a program begins. If False, a program
             starts as under torchrun: `is_initialized()` is False until `init_process_group`, which
             joins this world whatever its arguments are.
-        rank_local: Moves more process state that each rank needs for itself.
+        rank_local: Moves further process state with the baton.
 
     Raises:
         UsageError: An argument is out of range.
@@ -309,7 +309,7 @@ class World:
             world_size=self.world_size,
             depth=settings.depth,
         )
-        # The user's state moves first, so that ours is in place last.
+        # The user's state moves first, ours last.
         own = [self._randomness, self._process_state]
         baton = Baton(
             self._gates,
@@ -483,7 +483,7 @@ class World:
         stall_seconds = self.settings.stall_seconds
         try:
             while not baton.all_ended.wait(stall_seconds):
-                # A thread that was woken but does not run yet is not stalled.
+                # A woken thread may not run yet. Then it is not stalled.
                 latest = (baton.turns, time.changes)
                 is_stalled = latest == progress and baton.is_held
                 if is_stalled and baton.holder not in time.paused:
@@ -502,7 +502,7 @@ class World:
         baton = self._baton
         baton.fail(failure)
         for _ in range(int(_UNWIND_SECONDS)):
-            # A thread that was woken but does not run yet sees the failure by itself.
+            # A woken thread that does not run yet sees the failure by itself.
             if baton.is_held:
                 thread = self._threads[baton.holder]
                 # Raises RankEnded in the rank's thread, as soon as it executes Python code.
