@@ -78,7 +78,7 @@ def unrun_result(returned: object) -> str | None:
         `an async def function` or `a generator function`; None for all other results.
     """
     if inspect.iscoroutine(returned):
-        # Prevents Python's warning about coroutines never awaited.
+        # Python would warn about a coroutine that was never awaited.
         returned.close()
     if inspect.isawaitable(returned) or inspect.isasyncgen(returned):
         return "an async def function"

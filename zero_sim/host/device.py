@@ -8,7 +8,7 @@ A GPU kernel may add in the order in which its blocks end, and libraries may cho
 timing. So each case on a device runs with these settings, which are restored afterwards:
 
 - torch's deterministic algorithms, which raise if an operation has none;
-- a cuBLAS workspace of fixed size, because cuBLAS is not deterministic on several streams without;
+- a cuBLAS workspace of fixed size, without which cuBLAS guarantees nothing for several streams;
 - fp32 products in fp32, not TF32; 16-bit sums without intermediate rounding;
 - cuDNN's deterministic algorithms, chosen without timing.
 
@@ -43,7 +43,7 @@ _IEEE = "ieee"
 
 
 def check_device(name: str) -> torch.device:
-    """Return the device with this name. Raise EnvironmentProblem if it cannot compute here."""
+    """Return the device with this name. Raise EnvironmentProblem if it cannot be used here."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -85,7 +85,7 @@ def _accelerator() -> torch.device | None:
 def computing_on(name: str, *, rank_threads: int) -> Iterator[Sequence[str]]:
     """Make a device give the same bits each time; see [Note: the same bits].
 
-    Yields descriptions of the settings, none for the CPU. At most `rank_threads` threads of this
+    Yield descriptions of the settings, none for the CPU. At most `rank_threads` threads of this
     process may compute on the device.
 
     Raises:

@@ -94,7 +94,7 @@ class Pct:
     at least `1 / (ranks * picks ** (depth - 1))` (Burckhardt et al., "A randomized scheduler with
     probabilistic guarantees of finding bugs", 2010).
 
-    `depth` is at least 1. `picks` is the expected number of picks in the run.
+    `picks` is the expected number of picks in the run.
     """
 
     def __init__(self, seed: int, *, world_size: int, depth: int, picks: int) -> None:

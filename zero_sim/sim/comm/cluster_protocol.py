@@ -33,7 +33,7 @@ class Cluster(Protocol):
     def join_works(
         self, rank: int, works: Sequence[Any], *, result: Sequence[Any] | None = None
     ) -> Work:
-        """Return a work that is done when all `works` are; by default with all their results."""
+        """Return a work that is done when all `works` are. Its result is all theirs by default."""
         ...
 
     def note_destroyed(self, group: Group, group_rank: int) -> None:

@@ -70,7 +70,7 @@ class SimProcessGroup(ProcessGroup):
         self._cluster = cluster
         self._group = group
         self._group_rank = group_rank
-        # None outside of `_start_coalescing` and `_end_coalescing`.
+        # A list between `_start_coalescing` and `_end_coalescing`.
         self._coalescing: list[Work] | None = None
         # Set by `shutdown`, because a program may keep the object after that.
         self._destroyed = False

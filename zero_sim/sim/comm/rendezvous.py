@@ -183,7 +183,7 @@ class Message:
         """The other half, if it came first."""
         self.done = False
         self.waiters: list[int] = []
-        # Sender's group rank. A receive from any rank knows it once it is matched.
+        # The sender's group rank. `_match` sets it for a receive from any rank.
         self.source = -1 if peer is None else peer
 
     @property

@@ -98,7 +98,7 @@ def _mismatch(first: Call, call: Call, *, strict: bool) -> str | None:
 def check_all(calls: Sequence[Call], *, ranks: Sequence[int], what: str, strict: bool) -> None:
     """Check that the sizes of each pair of ranks agree, once all members have called.
 
-    The arguments are as for `check_pair`.
+    `calls` and `ranks` are in group-rank order; `what` and `strict` are as in `check_pair`.
 
     Raises:
         ContractViolation: Two ranks disagree. Names the first such pair.

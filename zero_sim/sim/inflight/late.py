@@ -232,8 +232,8 @@ class Late:
             if operation.polls_left < 0:
                 self._perform(operation)
             return
-        # Ranks that poll in turns keep each other ready, so `force` is never called. But a third
-        # rank may wait for an operation.
+        # Ranks that poll in turns keep each other ready, so `force` is never called. Perform an
+        # operation here, because another rank may wait for it.
         self._idle_polls += 1
         if self._idle_polls > len(self._buffers):
             self._idle_polls = 0

@@ -34,7 +34,8 @@ def buffers_of(
 ) -> list[InFlightBuffer]:
     """Return a call's memory as buffers. Memory that is both read and written is an output.
 
-    If `strict`, memory that several outputs share becomes undefined.
+    `what` names the operation, such as `all_gather #3 of group world`. If `strict`, memory that
+    several outputs share becomes undefined.
     """
     written = [tensor.detach() for tensor in written_tensors(call, group_rank=group_rank)]
     parts = written_parts(call, group_rank=group_rank, group_size=group_size)
@@ -76,7 +77,7 @@ def _in_place(call: Call, group_rank: int) -> bool:
 class BufferSnapshots:
     """Copies and expected content of the memory that a rank lends to an operation.
 
-    `others` are the rank's other buffers in flight. The other arguments are as for `buffers_of`.
+    `others` are the rank's buffers already in flight. For the other arguments, see `buffers_of`.
 
     Raises:
         InFlightRace: The call writes memory of an operation in flight, or uses memory that such an
