@@ -28,7 +28,7 @@ _CHOICES = {
 }
 
 PASSED_OVER_MAX = 100
-"""A slow rank gets a turn after another rank had this many, which may be polling for it."""
+"""Limit on another rank's turns before a slow rank gets a turn: the other may be polling for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
