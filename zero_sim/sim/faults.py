@@ -53,7 +53,7 @@ class Fault:
     at: Literal["call", "random"] = "call"
     """`call`: at index `call`. `random`: drawn from the world's seed."""
     call_stop: int | None = None
-    """With `at = "random"`, one past the highest index that may be drawn."""
+    """Exclusive end of the drawn range of indices, with `at = "random"`."""
     collective: str | None = None
     """Kind of the calls that count, as named in the log; None for all kinds."""
     side: Literal["send", "receive"] = "send"

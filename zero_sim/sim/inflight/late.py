@@ -63,7 +63,7 @@ class LatePlan:
     """True to read inputs when the operation is performed, False when it is issued."""
     write: Literal["perform", "later", "wait"] = "wait"
     write_after: int = 0
-    """With `write = "later"`, number of calls into the world between performing and writing."""
+    """Number of calls into the world between performing and writing, with `write = "later"`."""
     let_others_run: bool = True
     """True to pass on the baton at a wait, although the operation could be performed."""
     refusals: int = 0

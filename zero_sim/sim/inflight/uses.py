@@ -113,7 +113,7 @@ _OVERWRITING = frozenset(
         "zero",
     )
 )
-"""In-place operations that write all elements, or some, without reading them."""
+"""Operations that write all elements in place, or some, without reading them."""
 
 _UNDECLARED: dict[str, dict[str, Effect]] = {
     "aten::native_batch_norm": {"running_mean": "statistics", "running_var": "statistics"},
