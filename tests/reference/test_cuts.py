@@ -54,7 +54,7 @@ class TestProbe:
         def move(param, grad, state, settings):
             param.sub_(grad / (1 + factor(param)))
 
-        assert "in the value of param 'w', and not at its end alone" in probed(move).problem
+        assert "in the value of param 'w', and not only at its end" in probed(move).problem
 
     def test_is_made_once_for_equal_settings(self):
         steps = []

@@ -1,24 +1,24 @@
-"""Sums over ranks in a named order, built only from additions of two operands.
+"""Sums over ranks in a named order, built from two-operand additions.
 
-IEEE addition commutes but does not associate, so from three ranks on the order decides the last
-bits. `Tensor.sum` is never used, because it picks its own order and accumulator.
+IEEE addition is commutative but not associative, so with three or more ranks the order decides the
+last bits. `Tensor.sum` is never used, because it picks its own order and accumulator.
 
 [Note: which rank comes when]
-Orders that depend on positions follow from a table: for each element, the order in which ranks are
-added. The table is computed from the element's position in the buffer that the backend adds as a
-whole. There are N ranks, and all indices are modulo N:
+In these orders, an element's position in the backend's buffer decides how its ranks are added. With
+N ranks, x[q] is rank q's element, and indices are modulo N:
 
-- `ring`, `nccl-ring`: an element that ends on rank q is x[q+1], x[q+2], ..., x[q]. If a single rank
-  gets the result, q is this rank. If all ranks do, `ring` cuts the buffer into N chunks of
-  ceil(n / N), and chunk c ends on c - 1. `nccl-ring` cuts it into runs of N chunks of 2 MiB, and
-  the last run into N chunks of ceil(rest / N) rounded up to 16 bytes; chunk c ends on c.
-- `gloo`: chunk c is x[c-1], x[c-2], ..., x[c]. `gloo_chunk_elems` returns the length of a chunk.
+- `ring`, `nccl-ring`: an element that ends on rank q adds x[q+1], x[q+2], ..., x[q]. If a single
+  rank gets the result, q is this rank. If all ranks do, `ring` cuts n elements into N chunks with
+  ceil(n / N) elements, and chunk c ends on c - 1. `nccl-ring` cuts them into runs with N chunks
+  each. A chunk has 2 MiB, but in the last run ceil(rest / N) elements, rounded up to 16 bytes.
+  Chunk c ends on c.
+- `gloo`: chunk c adds x[c-1], x[c-2], ..., x[c]. `gloo_chunk_elems` returns the chunk length.
 - `nccl-sym`: rank q reduces x[q], x[q+1], ..., in fp32 if elements have 16 bits. If a single rank
   gets the result, q is this rank. Otherwise ranks take turns, 32 elements each.
-- `random-tree`: elements with equal positions modulo 7 share a tree. Its joints are drawn in order
-  from blake2b hashes of `seed/N/class/number of the draw`. From a list of m trees, a draw d joins
-  entry `d % m` and entry `d // m % (m - 1)` of the rest, and appends the result. If
-  `d // m // (m - 1)` is odd, this joint leaves 16-bit elements in fp32, except at the root.
+- `random-tree`: elements with equal positions modulo 7 share a tree. Its joints are drawn in order,
+  as blake2b hashes of `seed/N/class/draw index`. From a list of m trees, draw d removes entry
+  `d % m`, then entry `d // m % (m - 1)`, and appends their joint. If `d // m // (m - 1)` is odd,
+  this joint leaves 16-bit elements in fp32, except at the root.
 """
 
 from __future__ import annotations
@@ -38,36 +38,36 @@ from zero_sim.reference.arrangement import Arrangement, add_arranged
 from zero_sim.scenario.spec import OrderName
 
 AddOrder = OrderName
-"""Name of an order."""
+"""Name of a summation order."""
 
 CallKind = Literal["all_reduce", "reduce", "reduce_scatter", "reduce_scatter_list"]
 
 POSITION_FREE: tuple[AddOrder, ...] = ("linear", "linear-fp32", "tree")
-"""Orders that are the same for every element of a call."""
+"""Orders that all elements in a call share."""
 
-# Classes of positions in `random-tree`.
+# Position classes in `random-tree`.
 _TREES = 7
 _MIB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SumSite:
-    """Position of consecutive elements in the call that adds them, as observed."""
+    """Observed position of consecutive elements in the call that adds them."""
 
     kind: CallKind
     elems: int
-    """Number of elements of the tensor; in a list form, of the list's entry."""
+    """Elements in the call's tensor; in a list form, in the list's entry."""
     offset: int
     """Offset of the first element in that tensor."""
     ends_on: int = 0
     """Group rank that gets the sum; ignored if all ranks do."""
     joined_elems: int | None = None
-    """Number of elements of all tensors of a coalesced call; None for a call of a single tensor."""
+    """Elements in all tensors of a coalesced call; None for a single tensor."""
     joined_offset: int | None = None
-    """Offset of the first element in the concatenation of these tensors."""
+    """Offset of the first element if these tensors are concatenated."""
     arrangements: tuple[Arrangement, ...] = ()
-    """Arrangement of each shard group's communicator, if observed and the order is `nccl-ring`;
-    empty for rings in rank order."""
+    """Communicator arrangement of each shard group, if observed for `nccl-ring`. Empty for rings in
+    rank order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,11 +75,11 @@ class SumSpan:
     """Consecutive elements of a flattened param, and the calls that add them over ranks."""
 
     start: int
-    """First element, counted within the param."""
+    """First element, counted from the param's start."""
     stop: int
     """End of the span, exclusive."""
     site: SumSite
-    """Position in the sum over the ranks of a replica."""
+    """Position in the sum over a replica's ranks."""
     replica_site: SumSite | None = None
     """Position in the second sum, over replicas; None for a single replica."""
 
@@ -92,7 +92,7 @@ def add_replicas(
     spans: Sequence[SumSpan] | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """Add the contributions of each replica's ranks, then the replicas' sums, in the same order.
+    """Add contributions within each replica, then add the replicas' sums, in the same order.
 
     Args:
         contributions: One tensor per rank, in rank order, with equal shapes and dtypes. Consecutive
@@ -103,7 +103,7 @@ def add_replicas(
         seed: As for `add_ranks`.
 
     Returns:
-        A new tensor of the contributions' shape and dtype.
+        A new tensor with the contributions' shape and dtype.
     """
     if replica_count == 1:
         return add_ranks(contributions, order=order, spans=spans, seed=seed)
@@ -121,7 +121,7 @@ def add_blocks(
     spans: Sequence[SumSpan] | None = None,
     seed: int = 0,
 ) -> list[Tensor]:
-    """Add the contributions of each replica's ranks; arguments as for `add_replicas`.
+    """Add contributions within each replica; arguments as for `add_replicas`.
 
     Returns:
         One sum per replica.
@@ -146,9 +146,9 @@ def add_block_sums(
     spans: Sequence[SumSpan] | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """Add the sums of all replicas; arguments as for `add_replicas`."""
+    """Add the replicas' sums; arguments as for `add_replicas`."""
     if spans is not None and order not in POSITION_FREE:
-        # The second sum runs over other calls, in another group. So positions come from these.
+        # The second sum uses other calls in another group, so its elements have other positions.
         spans = [
             SumSpan(start=span.start, stop=span.stop, site=span.replica_site)
             for span in spans
@@ -165,19 +165,19 @@ def add_ranks(
     seed: int = 0,
     block: int = 0,
 ) -> Tensor:
-    """Add one param's contributions of all ranks.
+    """Add one param's contributions over all ranks.
 
     Args:
         contributions: One tensor per rank, in rank order, with equal shapes and dtypes.
         order: Summation order. Each sum is rounded to the dtype, except in `linear-fp32`,
             `nccl-sym` and at some joints of `random-tree`.
-        spans: Call and position of each element; must tile the param. Ignored by `linear`,
+        spans: Calls and positions that add the param; must tile it. Ignored by `linear`,
             `linear-fp32` and `tree`.
         seed: Seed of `random-tree`.
         block: Index into `SumSite.arrangements`.
 
     Returns:
-        A new tensor of the contributions' shape and dtype.
+        A new tensor with the contributions' shape and dtype.
 
     Raises:
         UsageError: The order depends on positions, and spans are missing or do not tile the param.
@@ -208,7 +208,7 @@ def add_linear_fp32(contributions: Sequence[Tensor]) -> Tensor:
 
 
 def add_tree(contributions: Sequence[Tensor]) -> Tensor:
-    """Add neighbours, (x0 + x1), (x2 + x3), ..., then their sums; an odd last one moves up."""
+    """Add neighbours, (x0 + x1), (x2 + x3), ..., then their sums; an odd last tensor moves up."""
     level = list(contributions)
     while len(level) > 1:
         pairs = [left + right for left, right in zip(level[::2], level[1::2], strict=False)]
@@ -276,7 +276,7 @@ def add_in_turn(rows: Tensor, *, first: Tensor, stride: int, wide: bool) -> Tens
         wide: True to add 16-bit elements in fp32 and round once.
 
     Returns:
-        1D, of the rows' dtype.
+        1D, in the rows' dtype.
     """
     table = rows.to(torch.float32) if wide and rows.element_size() == 2 else rows
     columns = torch.arange(rows.shape[1], device=rows.device)
@@ -293,10 +293,10 @@ def first_ranks(
     See [Note: which rank comes when].
 
     Args:
-        site: Position of the elements in the call.
-        positions: 1D, int64: positions in the buffer that the backend adds as a whole.
+        site: Position in the call.
+        positions: 1D, int64: element positions in the backend's buffer.
         order: An order that depends on positions, except `random-tree`.
-        rank_count: Number of ranks in the group.
+        rank_count: Ranks in the group.
         elem_bytes: Element size, in bytes.
     """
     if order == "gloo":
@@ -322,11 +322,11 @@ def first_ranks(
 
 
 def gloo_chunk_elems(site: SumSite, *, ranks: int, elem_bytes: int) -> int:
-    """Return the number of elements that gloo adds with the same first rank.
+    """Return gloo's chunk length: elements that are added with the same first rank.
 
-    A chunk is a whole number of segments. All-reduces, and flat reduce-scatters, choose the number
-    of segments first: at least two per rank, at most 1 MiB each, a multiple of the ranks. Rooted
-    reduces choose the length first: half a rank's share, at most 1 MiB. The list form of a
+    A chunk is a whole number of segments. All-reduces and flat reduce-scatters first choose the
+    segment count: a multiple of the ranks, at least two per rank, with at most 1 MiB per segment.
+    Rooted reduces first choose the segment length: half a rank's share, at most 1 MiB. A list
     reduce-scatter is a rooted reduce per entry.
     """
     elems = site.elems
@@ -348,15 +348,15 @@ def gloo_chunk_elems(site: SumSite, *, ranks: int, elem_bytes: int) -> int:
 
 
 def add_by_random_trees(rows: Tensor, *, positions: Tensor, seed: int) -> Tensor:
-    """Add each column by the tree of its class; see [Note: which rank comes when].
+    """Add each column in its class's tree; see [Note: which rank comes when].
 
     Args:
         rows: 2D (ranks, elements).
         positions: 1D, int64: positions in the buffer.
-        seed: Seed of the trees.
+        seed: Seed for drawing the trees.
 
     Returns:
-        1D, of the rows' dtype.
+        1D, in the rows' dtype.
     """
     # [elements], 0 to _TREES - 1
     classes = positions % _TREES

@@ -24,7 +24,7 @@ from zero_sim.scenario.spec import Scenario
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Terms:
-    """The terms that a faulty system adds; by default all."""
+    """Terms that a faulty system adds; all by default."""
 
     micros: frozenset[int] | None = None
     """Micro-batches; None for all."""
@@ -61,10 +61,10 @@ class Again:
     def by(
         self, rules: Rules | None = None, terms: Terms | None = None, *, rank: int = 0
     ) -> StepAgain:
-        """Return the step by other rules, or from other terms.
+        """Return the step under other rules, or with other terms.
 
         Args:
-            rules: The rules; None for those of the original step.
+            rules: The rules; None for the original step's rules.
             terms: Terms of the sums; None for all.
             rank: The observer, if the terms are local.
         """
@@ -77,14 +77,14 @@ class Again:
             rank=rank if terms.is_local else 0,
             finish=self.finish,
         )
-        # Records by value, so that hypotheses that agree share their sums.
+        # Keyed by value, so that equal hypotheses share their sums.
         return self._known.setdefault((by.rules, by.terms, by.rank), by)
 
     def count(self, by: DivideBy) -> float:
         """Count the contributions to a sum.
 
         Args:
-            by: Unit of counting.
+            by: Unit to count.
         """
         return count_contributions(
             by,
@@ -94,7 +94,7 @@ class Again:
         )
 
     def replays_by(self, rules: Rules) -> Sequence[RankReplay]:
-        """Return the replays by rank; computed again if `rules` scale losses differently.
+        """Return the replays by rank, repeated if `rules` scale losses differently.
 
         Args:
             rules: The rules.
@@ -105,21 +105,21 @@ class Again:
             return self.replays
         if factors not in self._scaled:
             main, second = factors
-            # Other rules do not affect gradients of micro-batches, which are kept unaccumulated.
+            # Other rules do not affect micro-batch gradients, which are kept unaccumulated.
             scaled = replace(self.rules, scale_loss=main, scale_second=second)
             self._scaled[factors] = self.replay(scaled)
         return self._scaled[factors]
 
     @cached_property
     def unused(self) -> Sequence[str]:
-        """Names of params that no rank used, under any rule for such params."""
+        """Params that no rank used, under any rule for unused params."""
         used = frozenset[str]().union(*(replay.reached for replay in self.replays))
         return [name for name in self.ranks.trained(self.taken.step) if name not in used]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepAgain:
-    """The step by some rules, from some terms. Each part is computed on first access."""
+    """The step under given rules and with given terms. Each part is computed on first access."""
 
     again: Again
     rules: Rules
@@ -127,7 +127,7 @@ class StepAgain:
     rank: int
     """The observer, if the terms are local."""
     finish: Callable[[StepAgain], ReferenceStep]
-    """As in `Again`, except for a fault after the sums."""
+    """As in `Again`, unless it models a fault after the sums."""
     _sums: dict[str, Tensor] = field(default_factory=dict)
 
     def at(self, rank: int) -> StepAgain:
@@ -140,7 +140,7 @@ class StepAgain:
 
     @cached_property
     def division(self) -> Division:
-        """The division of its sums."""
+        """Division of this step's sums."""
         if not self.terms.is_divided:
             # A fault that omits the division altogether.
             return Division(how="none", count=1)
@@ -160,7 +160,7 @@ class StepAgain:
 
     @cached_property
     def active(self) -> Sequence[str]:
-        """Names of params with a gradient, in order."""
+        """Params with a gradient, in order."""
         ranks, replays, step = self.again.ranks, self.again.replays, self.again.taken.step
         return [name for name in ranks.active(step, replays, self.rules) if self.holds(name)]
 
@@ -184,7 +184,7 @@ class StepAgain:
         return self._sums[name]
 
     def contributions(self) -> Contributions:
-        """Return the contributions by these rules, without their terms."""
+        """Return the contributions under these rules, without their terms."""
         local = self.again.ranks.contributions(self.active, self.again.replays, self.rules)
         names = [name for name in local.names if self.holds(name)]
         return replace(local, names=names, division=self.division)
@@ -210,13 +210,13 @@ class StepAgain:
     def _accumulated(self, rank: int, name: str) -> RankReplay:
         """Return a rank's replay with one param's gradients, accumulated from the chosen terms."""
         replay, micros = self.again.replays_by(self.rules)[rank], self.terms.micros
+        # Per micro-batch, at most this param's gradient.
         held = [
             {name: grads[name]}
             if name in grads and (micros is None or micro in micros)
             else dict[str, Tensor]()
             for micro, grads in enumerate(replay.micro_grads)
         ]
-        # [micro-batches] of at most this param's gradient.
         # Another rank's expert is in none of the sums.
         names = [name] if name in replay.rounds[0] else []
         rounds = self.again.ranks.accumulate(rank, held, names, self.rules)

@@ -1,23 +1,23 @@
-"""Arrangements of an NCCL communicator: the tree in which each element of a call is added.
+"""NCCL communicator arrangements: the tree in which each element is added.
 
 [Note: NCCL's trees]
-From the source of NCCL 2.30.7. Parts that no probe of a device has confirmed are a model.
-Everything here assumes the protocol Simple, and calls outside of group calls.
+Derived from the NCCL 2.30.7 source. Parts that no device probe has confirmed are a model. All of it
+assumes the Simple protocol, and calls outside group calls.
 
-- A topology search finds the ring, so its ranks may come in any order. The sum that ends on a rank
-  starts at the next rank of the ring. On a single channel, an all-reduce is cut into loops with a
-  chunk of half a buffer (2 MiB) per rank. The last loop's chunks are even, rounded up to 16 bytes.
-  Chunk c ends at index c of the ring, counted from rank 0.
-- Several channels each have a ring and a contiguous part of the elements (of each shard, in a
-  reduce-scatter). A call uses only as many channels as give each thread 64 bytes. Parts are whole
-  cells of elements, with 32 KiB of traffic per cell.
-- Tree adds each element of an all-reduce in the tree of its channel: a chain through the ranks of
-  each machine, whose heads form a binary tree. The two trees of a search use different channels.
-  Reduce-scatter and reduce have no Tree.
-- PAT adds a reduce-scatter in a binomial tree over displacements. At displacement s, rank q - s
-  holds a part of rank q's sum and sends it to s with the lowest bit cleared. The order of a node's
-  children depends on P, the distance of displacements that are moved at once. Children nearer than
-  P come from far to near, then the others from near to far, and the next neighbour last.
+- Ring: a topology search finds it, so ranks may come in any order. A sum that ends on a rank starts
+  at the next rank in the ring. On a single channel, an all-reduce is cut into loops with one chunk
+  per rank, half a buffer (2 MiB) long. The last loop has even chunks, rounded up to 16 bytes. Chunk
+  c ends at ring index c, counted from rank 0.
+- Channels: each has its own ring, and adds a contiguous part of the elements (in a reduce-scatter,
+  of each shard). A call uses only as many channels as give each thread 64 bytes. Parts are whole
+  cells, with 32 KiB of traffic per cell.
+- Tree: an all-reduce adds each element in its channel's tree, with a chain through each machine's
+  ranks and a binary tree over the chain heads. A search finds two trees, which alternate between
+  channels. Reduce-scatter and reduce never use Tree.
+- PAT: a reduce-scatter adds in a binomial tree over displacements. At displacement s, rank q - s
+  holds part of rank q's sum, and sends it to displacement s with its lowest bit cleared. Child
+  order depends on P, the distance between displacements that move together. Children nearer than P
+  come first, from far to near, then the others from near to far, and the next neighbour last.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ import torch
 from torch import Tensor
 
 Tree = tuple[int, ...]
-"""A tree of additions in postfix notation: a rank's number pushes its value, and `ADD` adds the
-last two."""
+"""An addition tree in postfix notation: a rank pushes its value, and `ADD` adds the top two."""
 
 ADD = -1
 BUFFER_BYTES = 4 << 20
 """Value to which `NCCL_BUFFSIZE` is pinned."""
 
-# Constants of NCCL's source: steps of a buffer, alignment of a chunk, traffic of a cell,
-# least bytes for each thread of a channel, least chunk of PAT.
+# Constants in NCCL's source: steps per buffer, chunk alignment, cell traffic, least bytes per
+# channel thread, least PAT chunk.
 _STEPS = 8
 _ALIGN_BYTES = 16
 _TRAFFIC_BYTES = 32 << 10
@@ -48,14 +47,14 @@ _PAT_LEAST_BYTES = 64 << 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrangement:
-    """Additions of one communicator, in group ranks."""
+    """Order of additions in one communicator, in group ranks."""
 
     rings: tuple[tuple[int, ...], ...]
-    """Ranks of each channel in ring order, beginning with rank 0."""
+    """Each channel's ring, beginning with rank 0."""
     all_reduce: Literal["ring", "tree"] = "ring"
     reduce_scatter: Literal["ring", "pat"] = "ring"
     trees: tuple[Tree, ...] = ()
-    """Tree of each channel, if all-reduces use trees."""
+    """Trees that channels use in turn, if all-reduces use trees."""
     threads: int = 512
     """Threads per channel; ignored for a single channel."""
 
@@ -65,7 +64,7 @@ class Arrangement:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Arrangement:
-        """Return the arrangement from the result of `as_dict`, also after a round trip by JSON."""
+        """Rebuild an arrangement from `as_dict`, also after a JSON round trip."""
         return cls(
             rings=tuple(tuple(ring) for ring in fields["rings"]),
             all_reduce=fields["all_reduce"],
@@ -76,7 +75,7 @@ class Arrangement:
 
 
 def in_order(rank_count: int) -> Arrangement:
-    """Return an arrangement of one channel whose ring is in rank order."""
+    """Return a single-channel arrangement with its ring in rank order."""
     return Arrangement(rings=(tuple(range(rank_count)),))
 
 
@@ -86,7 +85,7 @@ def chain_of(ranks: Sequence[int]) -> Tree:
 
 
 def ring_to(ring: Sequence[int], ends_on: int) -> Tree:
-    """Return the tree of the elements that end on a rank of a ring."""
+    """Return a ring's tree for elements that end on a given rank."""
     start = ring.index(ends_on) + 1
     return chain_of([*ring[start:], *ring[:start]])
 
@@ -94,21 +93,21 @@ def ring_to(ring: Sequence[int], ends_on: int) -> Tree:
 def pieces(
     arrangement: Arrangement, *, kind: str, elems: int, elem_bytes: int, ends_on: int
 ) -> Iterator[tuple[int, int, Tree]]:
-    """Yield runs of elements of a tensor that share a tree, as (start, stop, tree).
+    """Yield runs of elements that share a tree, as (start, stop, tree).
 
-    If a single rank gets the elements, only its elements are covered.
+    A reduce-scatter only covers the elements that `ends_on` gets.
 
     Args:
         arrangement: The communicator's arrangement.
         kind: Call kind, as in `SumSite`.
-        elems: Number of elements of the tensor.
+        elems: Elements in the tensor.
         elem_bytes: Element size, in bytes.
         ends_on: Group rank that gets the elements; ignored if all ranks do.
     """
     rings = arrangement.rings
     rank_count = len(rings[0])
     is_scatter, start, count = kind == "reduce_scatter", 0, elems
-    # Each rank gets a shard of the tensor, and channels share out this shard.
+    # Each rank gets one shard, and channels divide this shard.
     if is_scatter:
         count = elems // rank_count
         start = ends_on * count
@@ -132,7 +131,7 @@ def pieces(
 
 
 def _ring_chunks(elems: int, elem_bytes: int, rank_count: int) -> Iterator[tuple[int, int, int]]:
-    """Yield chunks of an all-reduce on a channel, and the ring index on which each ends."""
+    """Yield a channel's all-reduce chunks, each with the ring index on which it ends."""
     full = BUFFER_BYTES // 2 // elem_bytes
     done = 0
     while done < elems:
@@ -153,13 +152,13 @@ def _ring_chunks(elems: int, elem_bytes: int, rank_count: int) -> Iterator[tuple
 def channel_parts(
     kind: str, count: int, *, elem_bytes: int, rank_count: int, arrangement: Arrangement
 ) -> list[tuple[int, int]]:
-    """Return the half-open part of `count` elements that each channel adds.
+    """Return each channel's half-open part of `count` elements.
 
     Args:
         kind: Call kind, as in `SumSite`.
-        count: Number of elements per rank.
+        count: Elements per rank.
         elem_bytes: Element size, in bytes.
-        rank_count: Number of ranks in the communicator.
+        rank_count: Ranks in the communicator.
         arrangement: Channels and their threads.
     """
     channels = len(arrangement.rings)
@@ -175,7 +174,7 @@ def channel_parts(
     cell_bytes = _up(-(-_TRAFFIC_BYTES // weight), 16)
     cells = -(-count * elem_bytes // cell_bytes)
     each = min(cells, -(-_up(traffic // channels, 16) // (cell_bytes * weight)))
-    # The last channel of the communicator also takes cells that would need another channel.
+    # The last channel also takes cells that would need another channel.
     sizes = [each] * (cells // each) + ([cells % each] if cells % each else [])
     limit = len(arrangement.rings)
     if len(sizes) > limit:
@@ -195,12 +194,12 @@ def _up(value: int, multiple: int) -> int:
 
 
 def pat_tree(ends_on: int, rank_count: int, *, part_bytes: int) -> Tree:
-    """Return the tree of a reduce-scatter by PAT, for one rank's elements on one channel.
+    """Return PAT's tree for one rank's elements on one channel.
 
     Args:
         ends_on: Group rank that gets the elements.
-        rank_count: Number of ranks in the communicator.
-        part_bytes: Their size, in bytes.
+        rank_count: Ranks in the communicator.
+        part_bytes: Size of these elements, in bytes.
     """
     # Displacements live in the next power of two; those beyond the ranks have no node.
     power = 1 << (rank_count - 1).bit_length()
@@ -209,13 +208,13 @@ def pat_tree(ends_on: int, rank_count: int, *, part_bytes: int) -> Tree:
 
 
 def pat_together(rank_count: int, *, part_bytes: int) -> int:
-    """Return the number of displacements that PAT moves at once."""
+    """Return the number of displacements that PAT moves together."""
     # Shrink chunks while the call fills less than 16 of them.
     chunk = BUFFER_BYTES // _STEPS
     while chunk * 16 > part_bytes * rank_count and chunk > _PAT_LEAST_BYTES:
         chunk //= 2
     together, depth = 1, _STEPS
-    # First fill the chunk with more displacements, then trade depth of the pipeline for them.
+    # First fill the chunk with more displacements, then trade pipeline depth for them.
     while together < rank_count // 2 and chunk // (part_bytes * together) >= 2:
         together *= 2
     while together < rank_count // 2 and depth > 1:
@@ -264,7 +263,7 @@ def add_arranged(
         rows: 2D (ranks, elements).
         arrangement: The communicator's arrangement.
         kind: Call kind, as in `SumSite`.
-        elems: Number of elements of the tensor.
+        elems: Elements in the tensor.
         offset: Offset of the first column in the tensor.
         ends_on: Group rank that gets the elements; ignored if all ranks do.
     """

@@ -1,8 +1,8 @@
 """The reference for an unknown summation order.
 
-It replays each rank from the working params that the system reports, step by step, and returns an
-interval for each reduced gradient. `reference.following` then computes the update for the system's
-own gradient, part by part.
+In each step it replays all ranks from the reported working params, and returns an interval for each
+reduced gradient. `reference.following` then computes the update from the system's own gradient,
+part by part.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class BoundedStep:
     losses: Mapping[tuple[int, int], Tensor]  # each 0D
     """As in `ReferenceStep`."""
     grads: Mapping[str, Tensor]  # each ND, grad dtype
-    """One possible sum over ranks, by param, still scaled and before a `post` division; zeros for a
-    param that is frozen in this step."""
+    """One possible sum over ranks by param, still scaled and before any `post` division. Zeros for
+    params that are frozen in this step."""
     bounds: Mapping[str, Interval]
     """Intervals of `grads`, by param."""
     active: frozenset[str]
-    """Names of params that are trained in this step."""
+    """Params that are trained in this step."""
     params_before: Mapping[str, Tensor]  # each ND, working dtype
     """Working params before the step; live."""
     norm_min: Tensor  # 0D, fp32
@@ -54,22 +54,22 @@ class BoundedStep:
     """Largest possible norm of the whole master gradient, before clipping."""
     zeros_min: int
     zeros: int
-    """Largest possible number of zeros in the master gradient, before clipping."""
+    """Most zeros that the master gradient can have before clipping."""
     overflow: Overflow
-    """Summation orders in which a reduced gradient is infinite or NaN: none, all or some."""
+    """Summation orders that give an infinite or NaN gradient: none, all or some."""
     skipped: bool
     """True if no update happens, because no order gives finite gradients."""
     nonzero_fraction: float
-    """Share of the elements of `grads` that are zero in no order; 0 if there are none."""
+    """Share of the elements in `grads` that no order makes zero; 0 without elements."""
     data_digests: Mapping[int, bytes]
-    """Hash of each rank's batches, by rank."""
+    """Hash of each rank's batches."""
     nonfinite: NonFinite | None
-    """First NaN or infinity among the local gradients; None if there is none."""
+    """First NaN or infinity in the local gradients; None if all are finite."""
     update: Update
 
     @property
     def order_free(self) -> Mapping[str, Tensor]:  # each ND, bool
-        """True for elements of `grads` with the same bits in every summation order, by param."""
+        """True for `grads` elements with the same bits in every summation order, by param."""
         return {name: bound.certified for name, bound in self.bounds.items()}
 
     @property
@@ -79,7 +79,7 @@ class BoundedStep:
 
     @property
     def loss_scale(self) -> float | None:
-        """Factor of the losses in this step; None without loss scaling."""
+        """Loss scale of this step; None without loss scaling."""
         return self.update.scale
 
 
@@ -120,11 +120,11 @@ class BoundedReference:
 
     @property
     def held(self) -> Sequence[frozenset[str]]:
-        """Names of each rank's params, by rank."""
+        """Param names of each rank."""
         return self._ranks.held
 
     def start_from(self, params: Mapping[str, Tensor]) -> None:
-        """Begin with other values than the workload's. Call before `set_addresses`.
+        """Start from other values than the workload's. Call before `set_addresses`.
 
         Args:
             params: Values by name, in any dtype; not changed.
@@ -135,10 +135,10 @@ class BoundedReference:
         }
 
     def set_addresses(self, addresses: Sequence[Addresses]) -> None:
-        """Lay every param in memory as on each rank. Call before the first step.
+        """Place every param in memory as on its rank. Call before the first step.
 
         Args:
-            addresses: By rank: address of each param; see [Note: addresses].
+            addresses: By rank: memory layout of each param; see [Note: addresses].
         """
         self._ranks.set_addresses(addresses)
         self.adopt(self._starts)
@@ -188,7 +188,7 @@ class BoundedReference:
         )
 
     def adopt(self, params: Mapping[str, Tensor]) -> None:
-        """Continue from the working params of the system.
+        """Continue from the system's working params.
 
         Args:
             params: By name, with the reference's shapes and dtypes.
@@ -196,7 +196,7 @@ class BoundedReference:
         self._ranks.write(params, scales={})
 
     def follow(self, name: str, *, start: int, stop: int) -> Follower:
-        """Return a follower of a part of a param, at the initial values.
+        """Return a follower for part of a param, at its initial values.
 
         Args:
             name: The param.
@@ -224,7 +224,7 @@ class BoundedReference:
 
     @property
     def cut_dependence(self) -> str:
-        """Reason why the bits of the target's rule are unknown; empty if they are known."""
+        """Reason why the target rule's bits are unknown; empty if known."""
         if self._rules.own is None:
             return ""
         # Imported here and above, because hardly any case needs it.
@@ -238,7 +238,7 @@ class BoundedReference:
         # Two terms have a single order, and rounds are added in sequence.
         one_order = max(size // system.redundancy, system.redundancy) <= 2
         bounds: dict[str, Interval] = {}
-        # Division after the sum comes later, so terms are the ranks' contributions to it.
+        # Terms are contributions to the sum. A division after the sum comes later.
         for name, total in grads.items():
             # A term per rank and round.
             terms = [
@@ -258,7 +258,7 @@ def _measure_bounds(
     division: Division,
     scale: float | None,
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    """Return the least and greatest norm, and number of zeros, of the master gradient."""
+    """Return the master gradient's least and greatest norm and number of zeros."""
     # Unscale first, then divide, as in `Update.apply`.
     divisors = [] if scale is None else [scale]
     if division.how == "post":

@@ -1,26 +1,27 @@
 """Intervals for a sum that hold for every summation order, proven from its terms.
 
 [Note: proven bounds]
-Let n terms be added by any binary tree of n - 1 sums. Each sum is rounded to a dtype with unit
-roundoff u, or kept in a finer one. The last is rounded to that dtype.
+Let n terms be added in any binary tree of n - 1 sums. Each sum is rounded to a dtype with unit
+roundoff u, or kept in a finer dtype with unit roundoff v. The last sum is rounded to the dtype.
 
-A rounding to the dtype changes a sum by a factor within 1 ± u, a rounding to a finer one within 1 ±
-v. A sum of two numbers of the dtype may be rounded to a finer dtype first. This is harmless,
-because the finer dtype has more than twice the bits. Any other sum that is rounded twice has a sum
-directly below it that was kept finer, and no two share it. So with F finer sums and B sums rounded
-to the dtype, at most F are rounded twice. On its way to the root, no term is stretched by more than
-(1 + u)^B (1 + v)^(2F). Because (1 + v)^2 < 1 + u and B + F = n - 1, every tree satisfies
+Rounding to the dtype changes a sum by a factor within 1 ± u, rounding to the finer dtype by a
+factor within 1 ± v. A sum of two dtype numbers may be rounded to the finer dtype first. This is
+harmless, because the finer dtype has more than twice the bits. Any other sum that is rounded twice
+has an operand that was kept finer, and no two sums share an operand. So with F finer sums and B
+sums rounded to the dtype, at most F are rounded twice. On its way to the root, no term is stretched
+by more than (1 + u)^B (1 + v)^(2F). Because (1 + v)^2 < 1 + u and B + F = n - 1, every tree
+satisfies
 
     |computed - exact| <= ((1 + u)^(n - 1) - 1) * sum of |terms|.
 
-Addition within a dtype never underflows. Rounding a finer sum to it can, by less than its smallest
-number e at each of the n - 1 sums. This loss is stretched like a term, which adds (n - 1) (1 +
-u)^(n - 1) e. No partial sum exceeds (1 + u)^(n - 1) times the sum of |terms|. If that leaves the
-dtype's range, some order may overflow, and the interval is open.
+Addition within a dtype never underflows. Rounding a finer sum to it can, and loses less than the
+smallest positive number e at each of the n - 1 sums. These losses are stretched like terms, which
+adds (n - 1) (1 + u)^(n - 1) e. No partial sum exceeds (1 + u)^(n - 1) times the sum of |terms|. If
+that leaves the dtype's range, some order may overflow, and the interval is open.
 
-The bound itself is computed in fp64. The sum and the sum of magnitudes are off by less than n
-roundings each, relative to the sum of magnitudes, and a handful follow. So 4 n + 16 roundings are
-added to the bound, and its ends move outwards by one fp64 number.
+The bound itself is computed in fp64. The sum and the sum of magnitudes are each off by less than n
+roundings, relative to the sum of magnitudes, and a few more roundings follow. So 4 n + 16 roundings
+are added to the bound, and both ends move outwards by one fp64 number.
 
 Underflow is assumed to be gradual; a backend that flushes subnormals to zero is not covered.
 """
@@ -44,7 +45,7 @@ _ROUNDING = 2.0**-53  # of fp64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """Interval of the possible values of each element, ends included."""
+    """Closed interval of each element's possible values."""
 
     low: Tensor  # ND, fp64
     high: Tensor  # ND, fp64
@@ -55,7 +56,7 @@ class Interval:
     open: Tensor  # ND, bool
     """True for elements without a bound: `nonfinite`, or some order may overflow."""
     reach: float
-    """Largest relative error of any order, as a share of the sum of magnitudes."""
+    """Largest error in any order, relative to the sum of magnitudes."""
 
     @property
     def signed(self) -> Tensor:
@@ -63,7 +64,7 @@ class Interval:
         return (self.low > 0) | (self.high < 0)
 
     def cut(self, start: int, stop: int) -> Interval:
-        """Return the interval of a range of flattened elements, 1D; views."""
+        """Return the interval for a range of flattened elements, as 1D views."""
         names = ("low", "high", "certified", "nonfinite", "open")
         return replace(
             self, **{name: getattr(self, name).reshape(-1)[start:stop] for name in names}
@@ -75,7 +76,7 @@ class Interval:
         return replace(self, low=low, high=high)
 
     def holds(self, got: Tensor) -> Tensor:
-        """Return True for elements of a tensor of equal shape that lie inside."""
+        """Return True for elements of `got` inside the interval; shapes are equal."""
         wide = got.to(torch.float64)
         return ((self.low <= wide) & (wide <= self.high)) | self.open
 
@@ -84,8 +85,8 @@ def bound_sum(terms: Sequence[Tensor]) -> Interval:
     """Bound a sum for every summation order; see [Note: proven bounds].
 
     Args:
-        terms: One or more terms, of one shape and floating-point dtype. Sums are rounded to this
-            dtype or a finer one.
+        terms: At least one term; equal shapes and floating-point dtypes. Sums are rounded to this
+            dtype or a finer dtype.
     """
     dtype, count = terms[0].dtype, len(terms)
     limits = torch.finfo(dtype)
@@ -121,7 +122,7 @@ def bound_sum(terms: Sequence[Tensor]) -> Interval:
 
 
 def known_sum(total: Tensor, terms: Sequence[Tensor]) -> Interval:
-    """Return the interval of a sum that has only one order.
+    """Return the interval for a sum with only one order.
 
     Args:
         total: The sum.
@@ -152,7 +153,7 @@ def reach_of(count: int, *, dtype: torch.dtype) -> float:
 
 
 def divide_ends(low: Tensor, high: Tensor, *, divisors: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Divide both ends by positive numbers, one after the other, each quotient rounded to fp32.
+    """Divide both ends by positive numbers in turn, rounding each quotient to fp32.
 
     Rounding is monotonic, so quotients of numbers between the ends lie between the new ends.
 

@@ -1,15 +1,15 @@
-"""Rules for clipping by a norm that differ in rounding only.
+"""Rules for clipping by norm that differ only in rounding.
 
 [Note: forms of the clip coefficient]
-min(1, bound / (norm + 1e-6)) is a single number in mathematics. Floating point has several, 1 to 4
-ulp apart. The name of a form gives the precision and the operation:
+There are several ways to compute min(1, bound / (norm + 1e-6)), and their results are 1 to 4 ulp
+apart. A form's name combines precision and operation:
 
 - `fp32-...`: from the fp32 norm, in fp32 tensors;
 - `fp64-...`: from the fp32 norm, in Python floats, rounded to fp32 before it meets a gradient;
-- `fp64-root-...`: from the root of the sum of squares, which was never rounded to fp32.
+- `fp64-root-...`: from the fp64 root of the squares, never rounded to fp32.
 
 - `...-division`: bound / (norm + 1e-6), a true division;
-- `...-reciprocal`: bound x (1 / (norm + 1e-6)), as torch computes a number over a tensor;
+- `...-reciprocal`: bound x (1 / (norm + 1e-6)), as torch divides a number by a tensor;
 - `...-inverse`: 1 / ((norm + 1e-6) / bound);
 - `...-quotient`: gradients are divided by max(1, (norm + 1e-6) / bound), not multiplied.
 
@@ -17,12 +17,12 @@ With the suffix `-without-eps`, nothing is added to the norm.
 
 Upstream uses:
 
-- `fp32-division`: fairscale, and the system of this project;
+- `fp32-division`: fairscale, and this project's own system;
 - `fp32-reciprocal`: torch.nn.utils.clip_grad_norm_ and FSDP;
 - `fp64-division`, `fp64-root-division`: Megatron-LM, `max_norm / (total_norm + 1.0e-6)` if below 1;
 - `fp32-inverse`, `fp64-inverse`, `fp64-root-inverse`: DeepSpeed and ColossalAI
-  (`1. / combined_scale`). They also multiply by the loss scale, a power of two that changes no bit;
-- `fp32-quotient-without-eps`: the LAMB kernels of apex.
+  (`1. / combined_scale`). They also multiply by the loss scale, a power of two, so nothing rounds;
+- `fp32-quotient-without-eps`: apex's LAMB kernels.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ClipForm = Literal[
     "fp64-root-division-without-eps",
     "fp64-root-inverse-without-eps",
 ]
-"""Form of the clip coefficient; see [Note: forms of the clip coefficient]."""
+"""Clip form; see [Note: forms of the clip coefficient]."""
 
 CLIP_FORMS: tuple[ClipForm, ...] = get_args(ClipForm)
 
@@ -61,7 +61,7 @@ _WITHOUT_EPS = "-without-eps"
 
 
 def takes_root(form: ClipForm) -> bool:
-    """Return True if a form needs the unrounded root of the sum of squares."""
+    """Return True if a form needs the unrounded root."""
     return form.startswith("fp64-root-")
 
 
@@ -77,10 +77,10 @@ def clip_by_norm_(
 
     Args:
         flat: 1-D fp32.
-        norm: 0-D fp32, the norm of the whole gradient.
+        norm: Whole-gradient norm, 0-D fp32.
         norm_max: Norm bound.
         form: Clip form.
-        root: The norm as fp64; only read by forms that take the root.
+        root: The same norm in fp64, read only by forms that take the root.
     """
     factor = clip_factor(norm, norm_max=norm_max, form=form, root=root)
     # A division, because a product with the reciprocal rounds differently.
@@ -93,10 +93,10 @@ def clip_by_norm_(
 def clip_factor(
     norm: Tensor, *, norm_max: float, form: ClipForm, root: float | None = None
 ) -> Tensor:
-    """Return the 0-D fp32 factor for gradients, or their divisor for a quotient.
+    """Return the 0-D fp32 gradient factor, or the divisor for a quotient form.
 
     Args:
-        norm: 0-D fp32, the norm of the whole gradient.
+        norm: Whole-gradient norm, 0-D fp32.
         norm_max: Norm bound.
         form: Clip form.
         root: As for `clip_by_norm_`.
@@ -106,10 +106,10 @@ def clip_factor(
         assert root is not None, "expected `root` for a form that takes the root"
         norm = torch.tensor(root, dtype=torch.float64, device=norm.device)
     norm = norm.to(torch.float32 if in_fp32 else torch.float64)
-    # Tensors, because torch computes a number over a tensor as a product with the reciprocal.
+    # All tensors, because torch divides a number by a tensor by multiplying with the reciprocal.
     numbers = torch.tensor([norm_max, _EPS, 1.0], dtype=norm.dtype, device=norm.device)
     bound, eps, one = numbers.unbind()
-    # Added in the dtype of the norm, because this sum rounds.
+    # In the norm's dtype, because this sum rounds.
     if not form.endswith(_WITHOUT_EPS):
         norm = norm + eps
     match form.removesuffix(_WITHOUT_EPS).rpartition("-")[2]:
@@ -123,12 +123,12 @@ def clip_factor(
             factor = torch.maximum(one, norm / bound)
         case unknown:
             raise AssertionError(f"no clip form ends with {unknown!r}")
-    # Rounded here for the forms in fp64, as where a Python float meets an fp32 gradient.
+    # fp64 forms round here, like a Python float that multiplies an fp32 gradient.
     return factor.to(torch.float32)
 
 
 def clip_is_certified(measured: Measure, *, norm_max: float, form: ClipForm) -> bool:
-    """Return True if all orders of adding squares in fp64 lead to the same coefficient.
+    """Return True if every fp64 summation order of the squares gives the same factor.
 
     Args:
         measured: Measure of the whole gradient.
@@ -137,7 +137,7 @@ def clip_is_certified(measured: Measure, *, norm_max: float, form: ClipForm) -> 
     """
     if not takes_root(form):
         return measured.norm_certified
-    # The coefficient is monotonic in the root, so equal values at both ends cover all between.
+    # The factor is monotonic in the root, so equal factors at both ends cover all between.
     low, high = (
         clip_factor(measured.norm, norm_max=norm_max, form=form, root=squares**0.5)
         for squares in squares_within_reach(measured.squares, terms=measured.terms)

@@ -1,4 +1,4 @@
-"""The part of a case that determines its reference. Cases with equal parts share results."""
+"""Settings that determine a case's reference. Cases with equal settings share its results."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 from zero_sim.scenario.spec import Scenario, SystemSpec, WorldSpec
 
-# Settings of division, accumulation and dtype. Buckets, shards and schedule have no effect.
+# Division, accumulation and dtype. Buckets, shards and schedule have no effect.
 _OF_SYSTEM = ("divide", "divide_by", "sync", "redundancy", "grad_dtype", "offload_state")
 
 
 def computed_from(scenario: Scenario) -> Scenario:
-    """Return the case with default values for everything that the reference does not read.
+    """Return the case with defaults for all settings that the reference does not read.
 
     Args:
         scenario: The case, with a summation order that does not depend on positions.
     """
     world = scenario.world
-    # The schedule and the timing of ranks change no bit of the reference.
+    # Schedule and timing change no bit in the reference.
     return replace(
         scenario,
         name="",
@@ -29,5 +29,5 @@ def computed_from(scenario: Scenario) -> Scenario:
 
 
 def computed_of_system(system: SystemSpec) -> dict[str, Any]:
-    """Return the settings of a system that the reference reads, by field."""
+    """Return the system settings that the reference reads, by field."""
     return {name: getattr(system, name) for name in _OF_SYSTEM}

@@ -1,10 +1,11 @@
-"""Dependence of an elementwise rule's bits on the place where a tensor is cut.
+"""Dependence of an elementwise rule's bits on where a tensor is cut.
 
 [Note: ends of loops]
-A vectorised loop takes elements by a width that is a power of two, and the remainder singly. `pow`
-and `sigmoid` round differently in that remainder. An element in the remainder of a width is also in
-the remainder of every larger width. So in any tensor, an element has the same bits as in a chunk of
-one of `_CHUNKS`: smaller widths fill the chunk, and larger ones leave all of it as remainder.
+A vectorised loop takes groups of elements, whose size (the width) is a power of two, and takes the
+remainder singly. `pow` and `sigmoid` round differently in this remainder. An element in one width's
+remainder is also in every larger width's remainder. So in any tensor, an element has the same bits
+as in a chunk with some length from `_CHUNKS`: smaller widths fill the chunk, and larger widths
+leave all of it as remainder.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from zero_sim.reference.stepping import Stepper, group_of, pick, same_elements
 from zero_sim.scenario.spec import OptimizerSpec
 
 _BODY_ELEMS = 128
-"""Elements in no loop's remainder: a width is at most 128, for single bytes."""
+"""Chunk size without a remainder: widths are at most 128, for single bytes."""
 _TAIL_ELEMS = 7
-"""Elements in every loop's remainder: a width is at least 8, for float32."""
+"""Chunk size that is all remainder: widths are at least 8, for float32."""
 _CHUNKS = (_TAIL_ELEMS, 8, 16, 32, 64, _BODY_ELEMS)
 _FIRST_ELEMS, _BATCH_ELEMS = 28, 7 * 128
 """Elements per batch. In a faulty system most elements differ, so a first small batch exits
@@ -34,19 +35,19 @@ _PROBED_STEPS = 2
 _LR = 0.1
 
 Values = Mapping[str, Tensor]  # each 1D
-"""Values of some elements: state by key, and the param itself by the empty key."""
+"""Some elements' values: state by key, and the param itself by the empty key."""
 Holds = Callable[[Tensor, Values], Tensor]
 """Returns True for elements that have the given values: 1D, bool."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """Dependence of the bits of an elementwise rule on other elements."""
+    """Dependence of an elementwise rule's bits on other elements."""
 
     problem: str = ""
     """Reason why the rule is not elementwise; empty if it is, apart from ends of loops."""
     counters: frozenset[str] = frozenset()
-    """Keys of state that is shared by all elements, such as a step count."""
+    """State keys shared by all elements, such as a step count."""
 
 
 def probe(spec: OptimizerSpec, *, rules: Rules, params: Mapping[str, Tensor]) -> Probe:
@@ -67,7 +68,7 @@ def probe(spec: OptimizerSpec, *, rules: Rules, params: Mapping[str, Tensor]) ->
 def why_unknown(
     spec: OptimizerSpec, *, rules: Rules, params: Mapping[str, Tensor], shows_cuts: bool = True
 ) -> str:
-    """Return the reason why a rule's bits on a shard are unknown; empty if they are known.
+    """Return the reason why a rule's bits on a shard are unknown; empty if known.
 
     Args:
         spec: As for `probe`.
@@ -83,9 +84,9 @@ def why_unknown(
     if not ends:
         return ""
     return (
-        f"the bits of {own.name} depend on where a tensor is cut, in {ends}, and where this case "
-        "cuts it is not known. Try one process, a target with parts(), or fewer elements; or round "
-        "off `pow`, `sigmoid` and the like by operations that are exact everywhere"
+        f"the bits of {own.name} depend on where a tensor is cut, in {ends}, and this case's "
+        "cuts are not known. Try one process, a target with parts(), or fewer elements; or replace "
+        "`pow`, `sigmoid` and the like by operations that are exact everywhere"
     )
 
 
@@ -120,7 +121,7 @@ class _Tried:
 def _tried(spec: OptimizerSpec, rules: Rules, params: Mapping[str, Tensor]) -> Sequence[_Tried]:
     if rules.own is None or not rules.own.elementwise:
         return ()
-    # One param per kind is enough, because bits depend on nothing else of it.
+    # One param per kind is enough, because bits depend on nothing else in it.
     names = {
         (group_of(spec, name=name), param.dtype, param.dim()): name
         for name, param in params.items()
@@ -184,8 +185,8 @@ def _problem(rules: Rules, key: str, name: str) -> str:
     assert rules.own is not None
     return (
         f"the bits of {rules.own.name} depend on where a tensor is cut, in {_where(key, name)}, "
-        "and not at its end alone, so those of a shard are not known. Let the step of an element "
-        "depend on that element alone, not on others or on their number; or declare "
+        "and not only at its end, so a shard's bits are not known. Let each element's step depend "
+        "on this element alone, not on other elements or their number; or declare "
         "elementwise=False if your system steps whole params"
     )
 
@@ -204,7 +205,7 @@ class CutStep:
     """As in `Probe`."""
 
     def bits_elsewhere(self, index: Tensor, *, holds: Holds) -> Values | None:
-        """Return bits that elements can have in some cut; None if an element has no such bits.
+        """Return bits that all elements can have under some cut; None if an element has none.
 
         See [Note: ends of loops].
 

@@ -1,14 +1,14 @@
-"""Division of the sum over ranks: time, operation, dtype and divisor.
+"""Division of the sum over ranks: timing, operation, dtype and divisor.
 
 [Note: rules of division]
-In mathematics, a sum over ranks has a single mean. In floating point these rules differ:
+These rules give the same mean in mathematics, but round differently:
 
-- `pre`: each rank divides before the sum, in the gradient's dtype;
-- `premul`: each rank multiplies by the reciprocal, rounded to the gradient's dtype first;
+- `pre`: each rank divides before the sum, in the gradient dtype;
+- `premul`: each rank multiplies by the reciprocal, after rounding it to the gradient dtype;
 - `premul-fp32`: each rank multiplies by the fp32 reciprocal; the product is rounded;
 - `post`: the sum is divided after conversion to fp32;
 - `post-rounded`: the sum is divided in its own dtype;
-- `postmul`, `postmul-rounded`: as the last two, but multiplied by the fp32 reciprocal.
+- `postmul`, `postmul-rounded`: like the last two, but multiplying by the fp32 reciprocal.
 
 In fp32, `premul` equals `premul-fp32`, and `-rounded` makes no difference.
 
@@ -17,9 +17,9 @@ Upstream uses:
 - `premul`: DDP's reducer;
 - `premul-fp32`: Megatron's DDP, and NCCL's PREMUL_SUM by a number;
 - `pre`: DDP's default comm hook, and DeepSpeed's stages 1 to 3;
-- `post-rounded`: AVG of gloo, and FSDP2 if it forces a sum;
+- `post-rounded`: gloo's AVG, and FSDP2 if it forces a sum;
 - `postmul-rounded`: DeepSpeed's stage 0;
-- by one factor before the sum and by the rest after it: FSDP1, FSDP2 in fp16, and DeepSpeed with
+- one factor before the sum and the rest after it: FSDP1, FSDP2 in fp16, and DeepSpeed with
   `prescale_gradients`.
 """
 
@@ -51,14 +51,15 @@ DIVIDE_RULES: tuple[DivideRule, ...] = get_args(DivideRule)
 # NCCL's rings multiply each rank's input by the reciprocal. Its symmetric kernels multiply
 # the accumulated sum instead, which no rule of a scenario does.
 AVERAGES: Mapping[str, Divide | None] = {"nccl-ring": "premul", "nccl-sym": None}
-"""Rule of a collective's AVG, by summation order; `post-rounded` for orders not listed."""
+"""Rule for a collective's AVG, by summation order. None if no rule fits; `post-rounded` for orders
+not listed."""
 DivideBy = Literal["ranks", "micro-batches", "tokens"]
 
 
 def quotient(values: Tensor, number: float) -> Tensor:
     """Return a tensor divided by a number, rounded once to the tensor's dtype."""
-    # bf16 cannot represent 257, nor fp16 2049, so the quotient is taken in fp32. fp32 has more
-    # than twice their bits and two, so the second rounding meets no tie made by the first.
+    # Divide in fp32, because bf16 cannot represent 257, nor fp16 2049. fp32 has more than twice
+    # their bits plus two, so the second rounding meets no tie that the first created.
     wide = values if values.dtype is torch.float64 else values.to(torch.float32)
     # A tensor on the same device: CUDA multiplies by the rounded reciprocal if the divisor is a
     # number or a CPU tensor, and that differs in the last bit.
@@ -67,8 +68,8 @@ def quotient(values: Tensor, number: float) -> Tensor:
 
 
 def product(values: Tensor, number: float) -> Tensor:
-    """Return a tensor times the fp32 reciprocal of a number, rounded once to its dtype."""
-    # In fp32 for the reason given in `quotient`.
+    """Return a tensor times a number's fp32 reciprocal, rounded once to the tensor's dtype."""
+    # In fp32, as in `quotient`.
     wide = values.to(torch.float32)
     factor = torch.tensor(1.0 / number, dtype=torch.float32, device=wide.device)
     return wide.mul(factor).to(values.dtype)
@@ -82,10 +83,10 @@ class Division:
     count: float
     """Total divisor."""
     first: float | None = None
-    """Divisor of each rank before the sum, with the rest applied after it; None for a single
-    division. If set, `how` is a rule for after the sum."""
+    """Divisor on each rank before the sum, with the rest applied after it; None for a single
+    division. If set, `how` is the rule after the sum."""
     each_round: bool = False
-    """True to divide each round's sum, and then add the quotients."""
+    """True to divide each round's sum, then add the quotients."""
 
     @property
     def is_before(self) -> bool:
@@ -105,7 +106,7 @@ class Division:
         return self.count if self.first is None else self.count / self.first
 
     def before(self, grad: Tensor) -> Tensor:
-        """Return a rank's contribution to the sum, rounded once to the dtype of `grad`."""
+        """Return a rank's contribution to the sum, rounded once to the gradient dtype."""
         if self.first is not None:
             # The operation is the same before and after the sum.
             return (product if "mul" in self.how else quotient)(grad, self.first)
@@ -127,11 +128,11 @@ class Division:
 
     def after(self, total: Tensor) -> Tensor:
         """Return the divided sum, in its own dtype."""
-        # Division by 1 is skipped, so that a sum without division is returned as it is.
+        # Nothing to divide: return the same tensor.
         if self.rest == 1:
             return total
-        # Unless the rule multiplies, a true quotient: times a rounded 1 / count, the last bit
-        # differs.
+        # A true quotient unless the rule multiplies, because a product with the rounded reciprocal
+        # differs in the last bit.
         return (product if "mul" in self.how else quotient)(total, self.rest)
 
     def after_(self, wide: Tensor) -> None:
@@ -141,13 +142,13 @@ class Division:
 
 
 def count_contributions(by: DivideBy, *, rank_count: int, micro_batches: int, rows: int) -> int:
-    """Return the divisor of one step's sum.
+    """Return the divisor for one step's sum.
 
     Args:
-        by: Unit of counting.
-        rank_count: Number of ranks, of all replicas.
-        micro_batches: Number of micro-batches with data, of all ranks.
-        rows: Number of rows in these micro-batches.
+        by: Unit to count.
+        rank_count: Ranks in all replicas.
+        micro_batches: Micro-batches with data, over all ranks.
+        rows: Rows in these micro-batches.
     """
     match by:
         case "ranks":

@@ -1,7 +1,7 @@
-"""The update of a part of a param from a gradient that the system reduced.
+"""Updates for parts of params, from gradients that the system reduced.
 
-If the summation order is unknown, so are the bits of a sum. The optimizer's arithmetic on these
-bits is known, and elementwise, so each part can be stepped separately.
+If the summation order is unknown, so are a sum's bits. The optimizer's arithmetic on these bits is
+known and elementwise, so each part can be stepped separately.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """Effect of one step on every gradient."""
+    """Division, loss scale and learning rate of one step."""
 
     division: Division
     scale: float | None
-    """Factor of the losses; None without loss scaling."""
+    """Loss scale; None without loss scaling."""
     lr_factor: float
 
     @property
@@ -48,7 +48,7 @@ class Update:
             total: The sum over ranks, in any shape; not changed.
         """
         division = self.division
-        # In the dtype of the sum, hence before the conversion.
+        # A rounded division is in the sum's dtype, hence before the conversion.
         if division.is_rounded and self.divisor != 1:
             total = division.after(total)
         wide = total.to(torch.float32, copy=True)
@@ -66,8 +66,8 @@ class Follower:
     Args:
         spec: Optimizer, clipping and their settings.
         name: Param name, which decides the group.
-        master: Initial values, copied. 1D, or with more dimensions of size 1 before the last one,
-            for a rule that reads the number of dimensions.
+        master: Initial values, copied. 1D, or with leading dimensions of size 1 for a rule that
+            reads the number of dimensions.
         rules: Only the target's own rule, the dtype of masters and the clipping by norm are used.
             The clip form must not take the root.
         on_host: As in `Stepper`.
@@ -107,7 +107,7 @@ class Follower:
 
     @property
     def state(self) -> Mapping[str, Tensor]:
-        """Optimizer state by torch's key; live, and empty before the first step."""
+        """Optimizer state by torch key; live, and empty before the first step."""
         held = self._stepper.state()[self._name]
         # 1D like the part; scalars, such as step counts, stay.
         return {key: value.reshape(-1) if value.dim() else value for key, value in held.items()}
@@ -119,9 +119,9 @@ class Follower:
 
         Args:
             grad: 1D, gradient dtype: the sum over ranks, still scaled; not changed.
-            update: Effect of the step.
-            norm: 0D fp32, norm of the whole gradient; None if nothing is clipped by it.
-            divided: True if the sum has already been divided, although the rule divides after it.
+            update: This step's division and factors.
+            norm: Whole-gradient norm, 0D fp32; None without clipping by norm.
+            divided: True if the sum is already divided, although the rule divides after the sum.
 
         Returns:
             Measure of the gradient, unscaled and divided, before clipping.

@@ -1,12 +1,12 @@
-"""Measures of the whole gradient before the optimizer: norm, zeros and overflow.
+"""Whole-gradient measures before the optimizer: norm, zeros and overflow.
 
 [Note: certified norms]
-The summation order decides the last bits of a sum of squares, and a sharded system adds in
-another order than this module. In fp64 that rarely matters: squares of fp32 values are exact, and
-the norm keeps only 24 of the sum's 53 bits. It matters if the norm lies next to the midpoint of two
-fp32 values. A sum of n terms >= 0 is off by less than n roundings, relative to the sum, in any
-order. So two orders differ by less than 2n roundings. If all sums within this reach round to the
-same fp32 norm, every order gives it, and the norm is certified.
+A sharded system adds squares in another order than this module, so the last bits of the sum may
+differ. In fp64 this rarely matters: squares of fp32 values are exact, and the norm keeps only 24 of
+the sum's 53 bits. It matters if the norm lies next to the midpoint between two fp32 values. In any
+order, a sum of n terms >= 0 is off by less than n roundings, relative to the sum. So two orders
+differ by less than 2n roundings. If all sums within this reach round to the same fp32 norm, every
+order gives this norm, and it is certified.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Measure:
     """Root of the sum of squares, both in fp64, rounded to fp32; fp64 if the system reports
     fp64."""
     norm_certified: bool
-    """True if every order of adding in fp64 gives this norm; see [Note: certified norms]."""
+    """True if every fp64 summation order gives this norm; see [Note: certified norms]."""
     zeros: int
     """Number of zero elements."""
     finite: bool
@@ -44,7 +44,7 @@ class Measure:
 
 def measure(flat: Tensor) -> Measure:
     """Measure a 1-D fp32 gradient; without elements its norm is 0."""
-    # In chunks, because a wide copy of the whole gradient would double its memory and more.
+    # In chunks, because an fp64 copy of the whole gradient takes twice its memory.
     squares = 0.0
     for chunk in flat.split(_CHUNK_ELEMS):
         # Squares of fp32 values are exact in fp64.
@@ -63,7 +63,7 @@ def measure(flat: Tensor) -> Measure:
 
 
 def measure_together(parts: Sequence[Measure]) -> Measure:
-    """Return the measure of a gradient from the measures of its parts."""
+    """Combine measures of a gradient's parts."""
     if len(parts) == 1:
         return parts[0]
     squares, terms = sum(part.squares for part in parts), sum(part.terms for part in parts)
@@ -95,7 +95,7 @@ def root_of_squares(squares: float, *, terms: int) -> tuple[Tensor, bool]:
 
 
 def squares_within_reach(squares: float, *, terms: int) -> tuple[float, float]:
-    """Return the least and greatest sum of squares that another order of adding can give.
+    """Return the least and greatest sum of squares that another summation order can give.
 
     Args:
         squares: The sum, added in fp64 in any order.
@@ -107,7 +107,7 @@ def squares_within_reach(squares: float, *, terms: int) -> tuple[float, float]:
 
 
 def root_of_bounds(squares_min: float, squares_max: float, *, terms: int) -> tuple[Tensor, Tensor]:
-    """Return the least and greatest 0-D fp32 norm of a gradient, on the CPU.
+    """Return a gradient's least and greatest norm, 0-D fp32 on the CPU.
 
     Args:
         squares_min: Least sum of squares, added in fp64 in any order.
@@ -122,9 +122,9 @@ def root_of_bounds(squares_min: float, squares_max: float, *, terms: int) -> tup
 
 
 def flatten_wide(grads: Mapping[str, Tensor], *, names: Sequence[str]) -> Tensor:
-    """Copy gradients of any dtypes into one new 1-D fp32 tensor, in order."""
+    """Concatenate gradients of any dtypes into a new 1-D fp32 tensor, in the order of `names`."""
     if not names:
-        # On the device of the gradients, even if none is trained.
+        # On the gradients' device, even if none is trained.
         return torch.empty(0, device=next((grad.device for grad in grads.values()), None))
     return torch.cat([grads[name].reshape(-1) for name in names]).to(torch.float32)
 

@@ -1,17 +1,17 @@
-"""Norms of the whole gradient that round in steps: norms of norms.
+"""Whole-gradient norms that round in steps: norms of norms.
 
 [Note: norms of norms]
 A norm that is rounded to fp32 piece by piece depends on the pieces:
 
-- `of-params`: the norm of the norms of whole gradients. Each rank computes it locally, as
-  torch.nn.utils.clip_grad_norm_ does.
-- `of-rows`: the same for gradients whose rows are sharded; one call adds squares of row norms.
-- `of-own-params`: each rank takes the norm of the norms of its part of each param, and one call
-  adds their squares over ranks. fairscale's OSS and Megatron-LM do this, the latter with shards.
-- `of-shards`: each rank takes one norm of its whole shard, and one call adds the squares.
+- `of-params`: the norm over all params' gradient norms. Each rank computes it locally, like
+  torch.nn.utils.clip_grad_norm_.
+- `of-rows`: the same for row-sharded gradients. One call adds squares over ranks, by param.
+- `of-own-params`: each rank takes the norm over the norms of its own param parts, and one call adds
+  the squares. fairscale's OSS does this, and Megatron-LM with shards.
+- `of-shards`: each rank takes a single norm over its whole shard, and one call adds the squares.
 
-In the last two the sum of squares is fp32, and a clip form that takes the root takes the
-root of this sum. `told` is no rule: the reference uses the norm that the system reports, unchecked.
+In the last two, squares are added in fp32, and a clip form that takes the root takes it from this
+sum. With `told`, the reference uses the reported norm, unchecked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from zero_sim.reference.adding import AddOrder, add_ranks
 from zero_sim.reference.gradient import Measure, measure, squares_within_reach
 
 Norm = Literal["of-elements", "of-params", "of-rows", "of-own-params", "of-shards", "told"]
-"""Rule for the norm: one fp64 sum over all elements, or a rule of [Note: norms of norms]."""
+"""Norm rule. `of-elements` is one fp64 sum over all elements; for the rest see [Note: norms of
+norms]."""
 
 NORMS: tuple[Norm, ...] = get_args(Norm)
 ROOTED: tuple[Norm, ...] = ("of-elements", "of-own-params", "of-shards")
@@ -42,13 +43,13 @@ class Holding:
     param: str
     start: int
     stop: int
-    """Half-open range of the flattened param's elements."""
+    """Half-open range in the flattened param."""
     shard: tuple[int, int] = (0, 0)
-    """Key of the rank's shard that contains it."""
+    """Key of the shard that contains it."""
     offset: int | None = None
-    """Offset of the first element in the shard; None if not reported, for contiguous parts."""
+    """Offset of the first element in the shard. None if not reported; parts are then contiguous."""
     shard_elems: int | None = None
-    """Elements of the whole shard, padding included."""
+    """Elements in the whole shard, including padding."""
 
 
 Holdings = Sequence[Sequence[Holding]]
@@ -64,14 +65,14 @@ def measure_by(
     order: AddOrder,
     holdings: Holdings,
 ) -> Measure:
-    """Return a measure with its norm replaced by the norm of a rule.
+    """Return a measure with its norm replaced by a rule's norm.
 
     Args:
         norm: The rule; not `told`.
-        whole: Measure with the norm of elements.
+        whole: Measure by rule `of-elements`.
         grads: fp32, by param that has a gradient.
-        rank_count: Number of ranks of one replica.
-        order: Order in which calls add over ranks; must not depend on positions.
+        rank_count: Ranks in one replica.
+        order: Summation order over ranks; must not depend on positions.
         holdings: Owned parts by rank of one replica.
     """
     squares = whole.squares
@@ -88,16 +89,16 @@ def measure_by(
             )
             taken, squares = added.sqrt(), float(added)
     device = whole.norm.device
-    # Certified: pieces and the order of their sum are fixed, so no freedom is left.
+    # Certified, because the rule fixes both the pieces and their summation order.
     return replace(whole, norm=taken.to(device), norm_certified=True, squares=squares)
 
 
 def wide_ends(norm: Norm, measured: Measure) -> tuple[float, float]:
-    """Return the least and greatest fp64 value of a norm before it is rounded to fp32.
+    """Return a norm's least and greatest fp64 value before it is rounded to fp32.
 
     Args:
         norm: The rule; not `told`.
-        measured: Measure of the whole gradient, with the norm by that rule.
+        measured: Measure of the whole gradient by this rule.
     """
     if norm not in ROOTED:
         return measured.norm.item(), measured.norm.item()
@@ -121,15 +122,16 @@ def norm_of_params(grads: Iterable[Tensor]) -> Tensor:
 
 
 def norm_of_rows(grads: Sequence[Tensor], *, rank_count: int, order: AddOrder) -> Tensor:
-    """Return the 0-D fp32 norm that torch takes of gradients whose rows are sharded.
+    """Return torch's 0-D fp32 norm for row-sharded gradients.
 
-    Each rank takes the norm of its rows of each gradient, and one call adds the squares over ranks.
-    The roots of these sums are the norms of whole gradients.
+    Each rank takes one norm per gradient, over its rows, and one call adds the squares over ranks.
+    The roots of these sums are the whole gradients' norms.
 
     Args:
         grads: As for `norm_of_params`; a gradient without dimensions counts as a row.
-        rank_count: Number of ranks. All have as many rows as the first, except the last ones.
-        order: Order in which the call adds; must not depend on positions.
+        rank_count: Number of ranks. Rows are shared evenly, except that the last ranks may have
+            fewer.
+        order: Summation order over ranks; must not depend on positions.
     """
     # [ranks, gradients], fp32; 0 for a rank without rows
     norms = torch.zeros(rank_count, len(grads), device=grads[0].device if grads else None)
@@ -144,20 +146,19 @@ def norm_of_rows(grads: Sequence[Tensor], *, rank_count: int, order: AddOrder) -
 def squares_of_holdings(
     grads: Mapping[str, Tensor], *, holdings: Holdings, order: AddOrder, joined: bool
 ) -> Tensor:
-    """Return the 0-D fp32 sum of squares of the norms of the ranks' owned parts.
+    """Add the ranks' squared norms over their owned parts; 0-D fp32.
 
     Args:
         grads: fp32, by param that has a gradient.
         holdings: Owned parts by rank.
-        order: Order in which the call adds over ranks; must not depend on positions.
-        joined: True if a rank takes one norm of its whole shard, False for a norm of its parts'
-            norms.
+        order: Summation order over ranks; must not depend on positions.
+        joined: True for a single norm per shard, False for a norm over the parts' norms.
     """
     zero = torch.zeros((), device=next((grad.device for grad in grads.values()), None))
     squares: list[Tensor] = []
     for held in holdings:
         parts = [(each, _part(grads, each)) for each in held if each.param in grads]
-        # A rank without parts still takes part in the call, with a zero.
+        # A rank without parts still joins the call, with a zero.
         if not parts:
             squares.append(zero)
         elif joined:
@@ -171,12 +172,12 @@ def squares_of_holdings(
 def norms_of_shard(
     grads: Mapping[str, Tensor], holding: Sequence[Holding], *, rank: int, shard_count: int
 ) -> Iterator[Tensor]:
-    """Yield 0-D fp32 norms that a rank might take of its own shard only.
+    """Yield 0-D fp32 norms that a rank might compute from its own shard only.
 
     Args:
         grads: fp32, by param that has a gradient.
-        holding: Parts that the rank owns. If empty (not reported), equal shards are assumed: of all
-            params concatenated, or of each param by rows or by elements.
+        holding: Parts that the rank owns. If empty (not reported), equal shards are assumed: all
+            params concatenated, or each param cut by rows or by elements.
         rank: Group rank among the ranks that shard the params.
         shard_count: Number of these ranks.
     """
@@ -188,7 +189,7 @@ def norms_of_shard(
         for rows in (torch.atleast_1d, torch.flatten):
             shards.append([_dealt(rows(grad), rank, shard_count) for grad in grads.values()])
     for parts in filter(None, shards):
-        # Usual norms of a shard: in fp64, in fp32, and as a norm of norms.
+        # Usual shard norms: in fp64, in fp32, and as a norm of norms.
         yield measure(torch.cat([part.reshape(-1) for part in parts])).norm
         yield torch.linalg.vector_norm(torch.cat([part.reshape(-1) for part in parts]))
         yield norm_of_params(parts)
@@ -205,21 +206,21 @@ def _part(grads: Mapping[str, Tensor], held: Holding) -> Tensor:
 
 
 def _squares_of_shards(parts: Sequence[tuple[Holding, Tensor]]) -> Tensor:
-    """Return the sum of squares of the norms of a rank's shards, added in sequence."""
+    """Add the squared norms of a rank's shards, in sequence."""
     # A rank may own shards of several buffers.
     shards: dict[tuple[int, int], list[tuple[Holding, Tensor]]] = {}
     for held, part in parts:
         shards.setdefault(held.shard, []).append((held, part))
     squares = [torch.linalg.vector_norm(_shard(each)).square() for each in shards.values()]
     total = squares[0]
-    # A plain chain, because `sum` of a stack would choose its own order.
+    # A plain chain, because `sum` on a stack would choose its own order.
     for each in squares[1:]:
         total = total + each
     return total
 
 
 def _shard(parts: Sequence[tuple[Holding, Tensor]]) -> Tensor:
-    """Return a rank's shard of the gradient; without padding if offsets are not reported."""
+    """Return a rank's gradient shard, without padding if offsets are not reported."""
     first, _ = parts[0]
     if first.shard_elems is None or any(held.offset is None for held, _ in parts):
         return torch.cat([part for _, part in parts])

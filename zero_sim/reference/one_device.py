@@ -1,9 +1,9 @@
-"""The same training on one device that processes the data once.
+"""The same training on a single device that processes the data once.
 
-In mathematics, ranks with equal data have a mean gradient equal to that of a single rank, and so
-has their sum if each loss is divided by N. In floating point, a sum of N equal numbers is N times
-the number only if every partial sum is representable. This holds for two ranks, for four, and for
-other powers of two if pairs are added.
+If N ranks have equal data, their mean gradient equals a single rank's gradient in mathematics. So
+does their sum if each loss is divided by N. In floating point, adding N equal numbers does not
+always give N times the number, because partial sums round. It does for two ranks, for four, and for
+larger powers of two if pairs are added.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from zero_sim.workloads import build_workload, on_device
 
 
 class OneDevice:
-    """The same model and data on one rank, with a mean loss and no division of gradients.
+    """The same model and data on one rank, with a mean loss and undivided gradients.
 
     Args:
-        scenario: The case of all ranks.
-        device: Device of its module, such as `cpu`.
+        scenario: The case, with all its ranks.
+        device: Module device, such as `cpu`.
     """
 
     def __init__(self, scenario: Scenario, *, device: str) -> None:
@@ -39,10 +39,10 @@ class OneDevice:
         self._ranks = Ranks(alone, workload=on_device(build_workload(alone), device))
 
     def set_address(self, addresses: Addresses) -> None:
-        """Lay every param in memory as on a given rank.
+        """Place every param in memory as on a given rank.
 
         Args:
-            addresses: Address of each param; see [Note: addresses].
+            addresses: Memory layout of each param; see [Note: addresses].
         """
         self._ranks.set_addresses([addresses])
 
@@ -54,16 +54,16 @@ class OneDevice:
         scales: Mapping[str, Tensor],
         scale: float | None,
     ) -> Mapping[str, Tensor]:
-        """Return the gradients of a step by param, in the gradient's dtype, each ND.
+        """Return a step's gradients by param, each ND, in the gradient dtype.
 
-        Call it while `isolated`.
+        Call it inside `isolated()`.
 
         Args:
             step: Optimizer step, from 0.
             masters: Masters before the step, fp32 by param.
             scales: fp8 scales, by param.
-            scale: Factor of the loss; None without loss scaling.
+            scale: Loss scale; None without loss scaling.
         """
-        # Written anew each step: this device has no optimizer, and follows the reference's masters.
+        # Rewrite the params each step, because this device has no optimizer of its own.
         self._ranks.write(masters, scales=scales)
         return self._ranks.replay(step, scale=scale).brought()[0]

@@ -1,7 +1,7 @@
 """The reference: a whole data-parallel run, computed rank by rank on one device.
 
 It has no buckets, shards, buffers or collectives. For summation orders that depend on a layout
-(`ring`, `gloo` and others), the caller gives the position of each element.
+(`ring`, `gloo` and others), the caller passes each element's position.
 """
 
 from __future__ import annotations
@@ -51,13 +51,14 @@ if TYPE_CHECKING:
     from zero_sim.reference.cuts import CutStep
 
 KEPT_ELEMS_MAX = 1 << 20
-"""Largest number of elements to keep per step for repeating it; a larger model keeps none."""
+"""Most elements to keep for repeating steps: params times ranks for a step's start, params times
+steps for the history. Beyond this limit nothing is kept."""
 
 
 class Reference:
-    """Runs a scenario on one device. Every system is compared with it.
+    """Runs a scenario on one device, for comparison with every system.
 
-    Each rank is replayed with its own params. With expert parallelism, rank r has the experts of
+    Each rank is replayed with its own params. With expert parallelism, rank r has expert-parallel
     index `r % ep`. A param's gradients are added over the ranks that have it, in order.
     """
 
@@ -76,11 +77,11 @@ class Reference:
             scenario: The case. Layout settings have no effect.
             workload: The case's workload. Forward must not change the module, because one module
                 plays all ranks.
-            uncounted: Suffixes of names to omit from norm and zeros, because another part of the
-                model counts these params.
-            elsewhere: Suffixes of names of params that only ranks of other groups have. This
-                reference trains them, too.
-            rules: Rules for arithmetic that the scenario leaves open.
+            uncounted: Name suffixes of params to omit from norm and zeros, because another part of
+                the model counts them.
+            elsewhere: Name suffixes of params that only other groups' ranks have. This reference
+                trains them, too.
+            rules: Arithmetic rules that the scenario leaves open.
 
         Raises:
             ModelError: The module has no trainable param, or lacks a param to freeze.
@@ -98,9 +99,9 @@ class Reference:
         self._one_device = self._build_one_device()
         self._next_step = 0
         self.certified = True
-        """True if every summation order gave the same clipping in all steps so far."""
+        """True if every summation order clips alike in all steps so far."""
         self.sees_all = True
-        """True if the system reports masters and state of all its ranks; see `adopt`."""
+        """True if the system reports masters and state on all ranks; see `adopt`."""
 
     @property
     def _rules(self) -> Rules:
@@ -112,7 +113,7 @@ class Reference:
 
     @property
     def held(self) -> Sequence[frozenset[str]]:
-        """Names of each rank's params, by rank."""
+        """Param names of each rank."""
         if not self._elsewhere:
             return self._ranks.held
         return [
@@ -121,7 +122,7 @@ class Reference:
         ]
 
     def start_from(self, params: Mapping[str, Tensor]) -> None:
-        """Begin with other values than the workload's. Call before `set_addresses`.
+        """Start from other values than the workload's. Call before `set_addresses`.
 
         Args:
             params: Values by name, in any dtype; not changed.
@@ -134,10 +135,10 @@ class Reference:
         self._history = self._new_history()
 
     def set_addresses(self, addresses: Sequence[Addresses]) -> None:
-        """Lay every param in memory as on each rank. Call before the first step in a world.
+        """Place every param in memory as on its rank. Call before the first step in a world.
 
         Args:
-            addresses: By rank: address of each param; see [Note: addresses].
+            addresses: By rank: memory layout of each param; see [Note: addresses].
         """
         self._ranks.set_addresses(addresses)
         if self._one_device is not None:
@@ -145,7 +146,7 @@ class Reference:
         self._write_params()
 
     def set_holdings(self, holdings: Callable[[], Holdings]) -> None:
-        """Set the source of each rank's owned parts, for norms that depend on them.
+        """Set the source for each rank's owned parts, for norms that depend on them.
 
         Args:
             holdings: Returns owned parts by rank of one replica; see `norms.Holding`.
@@ -208,7 +209,7 @@ class Reference:
         )
 
     def step(self, orders: Orders | None = None, *, order_seed: int = 0) -> ReferenceStep:
-        """Run the next optimizer step of all ranks.
+        """Run the next optimizer step on all ranks.
 
         Args:
             orders: Spans that tile each param, with their positions in the calls that add them.
@@ -223,7 +224,7 @@ class Reference:
         return self.finish(begun, measured=begun.measured)
 
     def begin(self, orders: Orders | None = None, *, order_seed: int = 0) -> PendingStep:
-        """Run the next step up to the norm of the whole gradient.
+        """Run the next step up to the whole gradient's norm.
 
         Args:
             orders: As in `step`.
@@ -289,7 +290,7 @@ class Reference:
         """Unscale, divide and measure the sums over ranks."""
         # 1D, fp32: all trained params
         flat = self._flatten(grads, local)
-        # A share of `grads`, which are still scaled.
+        # Counted before unscaling, because `grads` are still scaled.
         nonzero_fraction = int(flat.count_nonzero()) / max(1, self._elems)
         if self._scale is not None:
             flat = quotient(flat, self._scale)
@@ -317,12 +318,12 @@ class Reference:
     def finish(
         self, begun: PendingStep, *, measured: Measure, told: Tensor | None = None
     ) -> ReferenceStep:
-        """Clip and update, or skip, depending on the measure of the whole gradient.
+        """Clip and update, or skip the update if the gradient is not finite.
 
         Args:
             begun: From `begin`.
-            measured: Measure of the gradient, or of all parts of the model.
-            told: 0-D fp32, the norm reported by the system, for the rule `told`.
+            measured: Measure of the gradient, or of all model parts together.
+            told: The system's reported norm, 0-D fp32, for norm rule `told`.
 
         Raises:
             UntrainableError: torch's optimizer cannot take the step.
@@ -385,7 +386,7 @@ class Reference:
         return self._elems * self._scenario.world.size <= KEPT_ELEMS_MAX
 
     def _cut_dependence(self) -> str:
-        """Return the reason why the bits of the target's rule are unknown; empty if known."""
+        """Return the reason why the target rule's bits are unknown; empty if known."""
         own, masters = self._rules.own, self._stepper.masters
         if own is None or not own.elementwise:
             return ""
@@ -418,12 +419,12 @@ class Reference:
         )
 
     def adopt(self, name: str, index: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Continue from the system's bits, if the target's rule can give them.
+        """Continue from the system's bits, which the target's rule can also give.
 
         Args:
             name: Param name.
             index: 1D, flattened elements.
-            values: Values of these elements, from the `CutStep` of the last step.
+            values: Values of these elements, from the last step's `CutStep`.
         """
         self._stepper.put(name, index, values)
         # The history holds gradients only, which no longer lead to these masters.
@@ -475,7 +476,7 @@ class Reference:
         local = by.contributions()
         with isolated():
             begun = twin._begun(local, {name: by.sum(name) for name in local.names})
-        # `measured` of a model in several parts covers all of them.
+        # In a model with several parts, `taken.measured` covers all parts.
         measured = taken.measured if by.differs_in_clip_alone else begun.measured
         step = twin.finish(begun, measured=measured, told=taken.norm)
         params = {name: param.clone() for name, param in step.params.items()}
@@ -497,7 +498,7 @@ class Reference:
         return OptimizerHistory(masters=masters)
 
     def _add_to_history(self, stepped: Mapping[str, Tensor]) -> None:
-        """Append a step; forget all of them if they have too many elements."""
+        """Append a step; forget all steps if they have too many elements."""
         history = self._history
         if history is None or not stepped:
             return
@@ -518,7 +519,7 @@ class Reference:
         return clip_is_certified(measured, norm_max=norm_max, form=form)
 
     def _measure(self, flat: Tensor, *, active: Sequence[str]) -> Measure:
-        """Measure the gradient: norm and zeros without `uncounted`, overflow of all params."""
+        """Measure the gradient: norm and zeros without `uncounted`, overflow over all params."""
         whole, norm = measure(flat), self._rules.norm
         if norm not in ("of-elements", "told"):
             grads = unflatten(flat, like={name: self._stepper.masters[name] for name in active})
@@ -542,8 +543,7 @@ class Reference:
     ) -> Mapping[str, Tensor]:
         """Clip the master gradient, step the masters and cast them into the working params.
 
-        Returns:
-            The optimizer's gradients, fp32 by param.
+        Returns the optimizer gradients, fp32 by param.
         """
         spec, masters = self._scenario.optimizer, self._stepper.masters
         # By value before by norm: the norm was measured before both.
@@ -562,7 +562,7 @@ class Reference:
         return stepped
 
     def _write_params(self) -> None:
-        """Cast the masters into the working params of all ranks."""
+        """Cast the masters into all ranks' working params."""
         self._ranks.write(self._stepper.masters, scales=self._scales)
 
 
@@ -573,10 +573,10 @@ def step_together(
     order_seed: int = 0,
     told: Tensor | None = None,
 ) -> list[ReferenceStep]:
-    """Run the next step of all parts of a model.
+    """Run the next step of all model parts.
 
-    Each part has its own params, data and ranks. The norm is common, so clipping and skipping on
-    overflow are too.
+    Each part has its own params, data and ranks. The parts share one norm, so they clip and skip
+    together.
 
     Args:
         references: One reference per part.
@@ -591,7 +591,7 @@ def step_together(
         reference.begin(order, order_seed=order_seed)
         for reference, order in zip(references, orders, strict=True)
     ]
-    # The norm of all parts, hence between `begin` and `finish`.
+    # One norm over all parts, hence between `begin` and `finish`.
     measured = measure_together([each.measured for each in begun])
     return [
         reference.finish(each, measured=measured, told=told)

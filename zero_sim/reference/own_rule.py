@@ -1,8 +1,7 @@
 """A target's own update rule, run on whole params on one device without a process group.
 
-The rule is trusted, because nothing else could check it. zero_sim only checks the assumptions of a
-comparison with it: no random numbers, no process group, and all state in places that a copy
-includes.
+The rule is trusted, because nothing exists to check it against. zero_sim only checks that a
+comparison is possible: no random numbers, no process group, and all state where a copy includes it.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class OwnRule:
     read_state: Callable[[Any, Mapping[str, Tensor]], States] | None = None
     """Reads state by param from the optimizer and its params; None for `optimizer.state`."""
     elementwise: bool = False
-    """True if an element's step depends on this element only."""
+    """True if an element's step depends on this element alone."""
     alone: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context in which the rule runs, without a process group."""
 
@@ -52,7 +51,7 @@ class OwnRule:
 
 
 class OwnOptimizer:
-    """The optimizer of a rule, over its own params.
+    """A rule's optimizer, over its own params.
 
     Args:
         rule: The rule.
@@ -91,7 +90,7 @@ class OwnOptimizer:
                 f"an optimizer with {', '.join(missing)}", f"a {type(inner).__name__}"
             )
         stepped = [id(param) for group in inner.param_groups for param in group["params"]]
-        # Identity, because tensors compare elementwise.
+        # By identity, because tensors compare elementwise.
         names = [name for name, param in self._params.items() if stepped.count(id(param)) != 1]
         if names or len(stepped) != len(self._params):
             raise self._wrong(
@@ -136,7 +135,7 @@ class OwnOptimizer:
 
         Args:
             other: Optimizer over params with these names, and possibly more.
-            cut: Returns the part of a state tensor to keep here, given its key and the tensor.
+            cut: Returns the part of a state tensor to keep, given its key and the tensor.
         """
         # A memo that maps their params to ours, so that references in copied state follow.
         memo: dict[int, Any] = {id(other._params[n]): param for n, param in self._params.items()}
@@ -165,7 +164,7 @@ class OwnOptimizer:
     @contextmanager
     def _alone(self) -> Generator[None]:
         """Run the rule as on a single device, and attribute its exceptions to the target."""
-        # In every call, because a rule may draw in any of them.
+        # Compared in every call, because a rule may draw in any call.
         before = _generators()
         try:
             with self._rule.alone(), torch.no_grad():
@@ -183,8 +182,8 @@ class OwnOptimizer:
         if _generators() != before:
             raise ProtocolError(
                 f"expected {self._rule.name} to use no random numbers, because no system could "
-                "draw the same ones on its shards, got one that moved a generator. Compute them "
-                "from the step count and the values."
+                "draw the same numbers on its shards, got a call that moved a generator. Compute "
+                "them from the step count and the values."
             )
 
 
@@ -197,7 +196,7 @@ def _without_params(step: Move) -> Move:
 
 
 def _generators() -> tuple[object, ...]:
-    """Return the state of each generator that a rule could use, as comparable values."""
+    """Return the state of every generator that a rule could use, as comparable values."""
     # Generators of the CPU, of the accelerator and of Python.
     device = random_state()
     return (

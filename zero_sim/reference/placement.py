@@ -1,14 +1,13 @@
-"""Placement of params in memory, modulo a vector's width, because it can change bits of a product.
+"""Placement of params in memory, because it can change the bits of matrix products.
 
 [Note: addresses]
-A product of a matrix and a vector (one row of inputs, or one output) starts its vector loop at an
-aligned address of the weight, and sums the elements before it separately. So the same weight can
-give other bits at another address. Measured with torch 2.13 on AVX-512: in 57 % of fp32 linears on
-one row, in about 1 % on a few rows, and never in bf16. The address modulo 64 bytes decides. Systems
-keep their params in flat buffers, which the reference does not know, so it takes this number as an
-observed fact. On a GPU, torch passes the alignment of each operand, up to 256 bytes, to cuBLASLt,
-which chooses a kernel by it. torch's allocator returns multiples of 512, so there the modulus is
-512.
+A matrix-vector product (one input row, or one output) starts its vector loop at an aligned weight
+address, and sums the elements before it separately. So the same weight can give other bits at
+another address. With torch 2.13 on AVX-512, this happened in 57 % of fp32 linears on one row, in
+about 1 % on a few rows, and never in bf16. Only the address modulo 64 bytes matters. Systems keep
+params in flat buffers, whose layout the reference does not know, so it uses the observed addresses.
+On a GPU, torch passes each operand's alignment, up to 256 bytes, to cuBLASLt, which chooses a
+kernel by it. torch's allocator returns multiples of 512 bytes, so the modulus is 512 there.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-# Width of an AVX-512 vector, and granularity of torch's CUDA allocator; see [Note: addresses].
+# AVX-512 vector width, and granularity of torch's CUDA allocator; see [Note: addresses].
 _MODULUS_BYTES_ON_CPU, _MODULUS_BYTES_ELSEWHERE = 64, 512
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLayout:
-    """Address and strides of a param, as far as they can change bits of a product."""
+    """A param's address and strides, as far as they can change bits."""
 
     address: int
     """Address modulo `modulus_bytes` of its device; 0 without elements."""
@@ -34,21 +33,21 @@ class MemoryLayout:
 
 
 Addresses = Mapping[str, MemoryLayout]
-"""Memory layout of each param, by name."""
+"""Memory layouts by param."""
 
 
 def modulus_bytes(device: torch.device) -> int:
-    """Return the modulus for addresses on a device, in bytes."""
+    """Return a device's address modulus, in bytes."""
     return _MODULUS_BYTES_ON_CPU if device.type == "cpu" else _MODULUS_BYTES_ELSEWHERE
 
 
 def memory_layout_of(tensor: Tensor) -> MemoryLayout:
-    """Return the memory layout of a tensor."""
+    """Return a tensor's memory layout."""
     return MemoryLayout(tensor.data_ptr() % modulus_bytes(tensor.device), tensor.stride())
 
 
 def move_params(params: Mapping[str, nn.Parameter], addresses: Addresses) -> None:
-    """Move params to their own storage at the given addresses and strides, with equal values.
+    """Move params to their own storage at the given addresses and strides, keeping their values.
 
     Args:
         params: Params by name.

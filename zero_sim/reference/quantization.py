@@ -1,9 +1,9 @@
-"""Conversion of fp32 masters to fp8 params and back, on whole params.
+"""Conversion between fp32 masters and fp8 params, on whole params.
 
-The scale depends on the greatest magnitude of the whole master. It is the least power of two that
-brings this magnitude into the range of the format. But the scale is at least 2**-126, and the
-format's greatest number times the scale stays within fp32. If the magnitude is zero or not finite,
-the scale is 1. Values outside the format saturate at its greatest number, with their sign.
+The scale is the least power of two that brings the whole master's greatest magnitude (amax) into
+the format's range. It is at least 2**-126, and the format's maximum times the scale stays within
+fp32. If amax is zero or not finite, the scale is 1. Values out of range saturate at the format's
+maximum, with their sign.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SCALE_MIN = 2.0**-126
 
 
 def find_scales(module: nn.Module) -> dict[str, Tensor]:
-    """Return the scale of each fp8 param of a module, by name; 0-D fp32, live."""
+    """Return a module's fp8 scales by param; 0-D fp32, live."""
     return {
         name: module.get_buffer(name + SCALE_SUFFIX)
         for name, param in module.named_parameters()
@@ -31,12 +31,12 @@ def find_scales(module: nn.Module) -> dict[str, Tensor]:
 
 
 def decode(values: Tensor, *, scale: Tensor) -> Tensor:
-    """Return the fp32 values of an fp8 tensor with a 0-D fp32 scale, as a new tensor."""
+    """Decode an fp8 tensor with its 0-D fp32 scale into a new fp32 tensor."""
     return values.detach().float() * scale
 
 
 def encode(master: Tensor, *, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an fp32 master as fp8 values with a 0-D fp32 scale, in the master's shape."""
+    """Encode an fp32 master as fp8 with a 0-D fp32 scale."""
     # Saturate, because the conversion gives NaN or infinity for values out of range.
     greatest = torch.finfo(dtype).max
     return (master / scale).clamp(min=-greatest, max=greatest).to(dtype)
@@ -44,7 +44,7 @@ def encode(master: Tensor, *, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def scale_for(master: Tensor, *, dtype: torch.dtype) -> Tensor:
     """Return the 0-D fp32 scale for a whole fp32 master."""
-    # Of the whole master. A sharded system reduces this over ranks.
+    # Over the whole master. A sharded system reduces this over ranks.
     amax = master.abs().max().item() if master.numel() else 0.0
     if amax == 0 or not math.isfinite(amax):
         return torch.ones((), device=master.device)
@@ -59,10 +59,10 @@ def scale_for(master: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkingParams:
-    """Dtypes and scales of the working params."""
+    """Working dtypes and fp8 scales."""
 
     dtypes: Mapping[str, torch.dtype]
-    """Dtype of each param."""
+    """Working dtype by param."""
     scales: Mapping[str, Tensor]
     """fp8 scales before the step, by param."""
 
@@ -71,8 +71,8 @@ class WorkingParams:
 
         Args:
             name: Param name.
-            master: Values of the master, fp32.
-            is_stepped: True if the step moved it, so that a param in fp8 gets a new scale.
+            master: Master values, fp32.
+            is_stepped: True if the step moved it. An fp8 param then gets a new scale.
         """
         dtype = self.dtypes[name]
         # Other dtypes need no scale.

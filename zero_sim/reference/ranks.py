@@ -1,4 +1,4 @@
-"""All ranks of a scenario, replayed on one device, and their contributions to a step's sums."""
+"""Replay of all ranks on one device, and their contributions to a step's sums."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.workloads import Workload, build_module, keep_activations, saved_buffers
 
 Orders = Mapping[str, Sequence[SumSpan]]
-"""Spans that tile each param's flattened elements, with their positions in the calls that add
-them."""
+"""Spans by param, which tile its flattened elements, with positions in the calls that add them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adding:
-    """Addition of the ranks' gradients: within each shard group, then over these."""
+    """Addition of rank gradients: within each shard group, then over the groups."""
 
     order: AddOrder
     seed: int = 0
@@ -39,7 +38,7 @@ class Adding:
     """Number of shard groups, each of consecutive ranks."""
 
     def all(self, local: Sequence[Tensor], *, spans: Sequence[SumSpan] | None) -> Tensor:
-        """Add the gradients of all ranks; arguments as for `add_replicas`."""
+        """Add gradients over all ranks; arguments as for `add_replicas`."""
         return add_replicas(
             local, replica_count=self.block_count, order=self.order, spans=spans, seed=self.seed
         )
@@ -47,13 +46,13 @@ class Adding:
     def in_blocks(
         self, local: Sequence[Tensor], *, spans: Sequence[SumSpan] | None
     ) -> list[Tensor]:
-        """Add the gradients of each shard group; arguments as for `add_replicas`."""
+        """Add gradients within each shard group; arguments as for `add_replicas`."""
         return add_blocks(
             local, replica_count=self.block_count, order=self.order, spans=spans, seed=self.seed
         )
 
     def over_blocks(self, sums: Sequence[Tensor], *, spans: Sequence[SumSpan] | None) -> Tensor:
-        """Add the sums of all shard groups; arguments as for `add_replicas`."""
+        """Add the shard groups' sums; arguments as for `add_replicas`."""
         # A single shard group has no second sum.
         if len(sums) == 1:
             return sums[0]
@@ -62,27 +61,28 @@ class Adding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contributions:
-    """Contributions of all ranks to one step, before addition."""
+    """All ranks' contributions to one step, before addition."""
 
     names: Sequence[str]
-    """All params that are trained in some step, in the order of the sums."""
+    """Params that are trained in any step, in summation order."""
     active: Sequence[str]
-    """Params that are trained in this step."""
+    """Params that are trained in this step; see `Ranks.active`."""
     replays: Sequence[RankReplay]
     """Replays in rank order."""
     division: Division
     across_last: bool = False
-    """True to sum each round within shard groups, and all rounds' sums over these, once."""
+    """True to sum each round within shard groups, and over the groups only once, after all
+    rounds."""
     reduce_dtypes: Mapping[str, torch.dtype] | None = None
-    """Dtype of the sum over ranks, by param; None for the dtype of accumulation."""
+    """Dtype of the sum over ranks, by param; None for the accumulation dtype."""
     sum_dtypes: Mapping[str, torch.dtype] | None = None
-    """Dtype in which sums of several rounds are added, by param; None for that of the sums."""
+    """Dtype in which round sums are added, by param; None for their own dtype."""
     copies_dtypes: Mapping[str, torch.dtype] | None = None
-    """Dtype in which sums are added over shard groups, by param; None for that of the sums."""
+    """Dtype in which shard-group sums are added, by param; None for their own dtype."""
 
     @property
     def losses(self) -> dict[tuple[int, int], Tensor]:
-        """Loss by (rank, micro-batch), not scaled."""
+        """Unscaled loss by (rank, micro-batch)."""
         return {
             (rank, micro): loss
             for rank, replay in enumerate(self.replays)
@@ -91,7 +91,7 @@ class Contributions:
 
     @property
     def data_digests(self) -> dict[int, bytes]:
-        """Hash of each rank's batches, by rank."""
+        """Hash of each rank's batches."""
         return {rank: replay.data_digest for rank, replay in enumerate(self.replays)}
 
     @property
@@ -100,10 +100,10 @@ class Contributions:
         return 1 if self.division.each_round else self.division.rest
 
     def brought(self) -> list[dict[str, Tensor]]:
-        """Return each rank's terms of the last sum of the step, divided if that comes before.
+        """Return each rank's terms for the step's last sum, after any division before the sum.
 
         Returns:
-            Gradients by param, by rank.
+            By rank: gradients by param.
         """
         last = [replay.rounds[-1] for replay in self.replays]
         if not self.division.is_before and self.reduce_dtypes is None:
@@ -118,16 +118,16 @@ class Contributions:
         return self.division.before(grad) if self.division.is_before else grad
 
     def certify(self) -> dict[str, Tensor]:
-        """Return the certificate of each param's sum, over micro-batches and ranks."""
+        """Certify each param's sum over micro-batches and ranks."""
         # Quotients may no longer be multiples of a unit. So if ranks divide before the sum, the
         # terms to certify are these quotients.
         before = self.division.is_before
-        # Undivided sums have the gradients of micro-batches as terms. Any grouping is covered.
+        # Undivided sums have micro-batch gradients as terms, which covers any grouping.
         split = [each.rounds if before else each.micro_grads for each in self.replays]
         contributions = [grads for rank in split for grads in rank]
         certified: dict[str, Tensor] = {}
         for name, zero in self.replays[0].rounds[0].items():
-            # Gradients of micro-batches have the param's own dtype.
+            # Micro-batch gradients still have the param's own gradient dtype.
             terms = [grads[name].to(zero.dtype) for grads in contributions if name in grads]
             if before:
                 terms = [self.division.before(term) for term in terms]
@@ -135,16 +135,16 @@ class Contributions:
             certified[name] = certify(terms or [torch.zeros_like(zero)])
             last = zero.dtype if self.copies_dtypes is None else self.copies_dtypes[name]
             if torch.promote_types(zero.dtype, last) != last:
-                # Sums of shard groups are rounded again, so exact terms prove nothing.
+                # Shard-group sums are rounded again, so exact terms prove nothing.
                 certified[name] = torch.zeros_like(certified[name])
         return certified
 
     def reduce(self, adding: Adding, *, orders: Orders) -> dict[str, Tensor]:
-        """Add the ranks' gradients round by round, divided before if the rule requires it.
+        """Add gradients over ranks, round by round, after any division before the sum.
 
         Args:
-            adding: Addition of all ranks' gradients of a param in one round.
-            orders: By param: positions in the calls that add it, for orders that depend on them.
+            adding: Addition of one round's gradients.
+            orders: Spans by param, for orders that depend on positions.
 
         Returns:
             Sums of all params; zeros for params without a gradient.
@@ -177,7 +177,7 @@ class Contributions:
         # [rounds][ranks], each with the param's shape; ranks without the param are skipped.
         rounds = zip(*(replay.rounds for replay in self.replays), strict=True)
         held = [[grads[name] for grads in each if name in grads] for each in rounds]
-        # Without conversion and division, gradients are terms as they are.
+        # If nothing is converted or divided first, gradients are the terms.
         plain = not self.division.is_before and self.reduce_dtypes is None
         brought = held
         if not plain:
@@ -197,21 +197,21 @@ class Contributions:
     def _over_all(
         self, name: str, adding: Adding, grads: Sequence[Tensor], spans: Sequence[SumSpan] | None
     ) -> Tensor:
-        """Return the sum of all ranks' gradients of one round."""
+        """Add one round's gradients over all ranks."""
         if self.copies_dtypes is None:
             return adding.all(grads, spans=spans)
         sums = adding.in_blocks(grads, spans=spans)
         return adding.over_blocks(self._as_copies(name, sums), spans=spans)
 
     def _as_copies(self, name: str, sums: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Convert sums of shard groups to the dtype in which they are added."""
+        """Convert shard-group sums to the dtype in which they are added."""
         dtypes = self.copies_dtypes
         return sums if dtypes is None else [each.to(dtypes[name]) for each in sums]
 
     def _added(self, name: str, sums: Sequence[Tensor]) -> Tensor:
-        """Return the sum of all rounds, added in sequence."""
+        """Add the rounds' sums, in sequence."""
         if self.division.each_round:
-            # Each quotient is rounded before the next one is added.
+            # Each quotient is rounded before it is added.
             sums = [self.division.after(each) for each in sums]
         if self.sum_dtypes is not None:
             sums = [each.to(self.sum_dtypes[name]) for each in sums]
@@ -222,7 +222,7 @@ class Contributions:
 
 
 def _loss_factors(rules: Rules, at: LossRows, *, dynamic: float) -> LossFactors:
-    """Return the factors of a micro-batch's loss."""
+    """Return a micro-batch's loss factors."""
     # A dynamic scale is a power of two, so its product with another factor is exact.
     main, second = rules.scale_loss, rules.scale_second
     return LossFactors(
@@ -239,10 +239,10 @@ class _Rounds(TypedDict):
 
 
 class Ranks:
-    """All ranks of a scenario, each replayed with its own params.
+    """A scenario's ranks, each replayed with its own params.
 
-    One module plays all ranks that have the same params in the same layout. With expert parallelism
-    params differ: rank r has the experts of index `r % ep`.
+    Ranks with equal params and memory layouts share a module. With expert parallelism, rank r has
+    expert-parallel index `r % ep`.
 
     Args:
         scenario: Case to replay.
@@ -275,11 +275,11 @@ class Ranks:
 
     @property
     def held(self) -> Sequence[frozenset[str]]:
-        """Names of each rank's params, by rank."""
+        """Param names of each rank."""
         return self._held
 
     def params(self) -> dict[str, Tensor]:
-        """The working params of all ranks; live."""
+        """Return the working params of all ranks; live."""
         return {
             name: param.detach()
             for replayer in self._replayers
@@ -287,17 +287,17 @@ class Ranks:
         }
 
     def scales(self) -> dict[str, Tensor]:
-        """The scales of params in fp8, copied."""
+        """Return the fp8 scales by param, copied."""
         return {name: s.clone() for each in self._replayers for name, s in each.scales.items()}
 
     def buffers(self) -> dict[str, Tensor]:
-        """Persistent buffers whose values only a checkpoint can restore; live."""
+        """Return persistent buffers that only a checkpoint can restore; live."""
         if self._scenario.model.buffer != "saved":
             return {}
         return saved_buffers(self._replayers[0].module)
 
     def form(self, scales: Mapping[str, Tensor]) -> WorkingParams:
-        """Return dtypes and scales of the working params.
+        """Return working dtypes and fp8 scales.
 
         Args:
             scales: fp8 scales, by param.
@@ -306,13 +306,13 @@ class Ranks:
         return WorkingParams(dtypes=dtypes, scales=dict(scales))
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the values of the working params, with fp8 decoded by its scales."""
+        """Return the working params' values, with fp8 decoded."""
         params = self.params()
         scales = self.scales().items()
         return {**params, **{name: decode(params[name], scale=scale) for name, scale in scales}}
 
     def move(self, scenario: Scenario, *, workload: Workload) -> None:
-        """Continue with the ranks of another world of the same model. Params must then be written.
+        """Continue with another world's ranks, for the same model. Call `write` next.
 
         Args:
             scenario: Scenario from now on.
@@ -322,14 +322,14 @@ class Ranks:
         self._assign(self._build_shares())
 
     def set_addresses(self, addresses: Sequence[Addresses]) -> None:
-        """Lay every param in memory as on each rank. Params must then be written.
+        """Place every param in memory as on its rank. Call `write` next.
 
         Args:
-            addresses: By rank: address of each param; see [Note: addresses].
+            addresses: By rank: memory layout of each param; see [Note: addresses].
         """
-        # One replayer per distinct layout and share of experts. Existing ones are reused first.
+        # One replayer per distinct layout and expert share. Existing replayers are reused first.
         placed: dict[tuple[int, frozenset[tuple[str, MemoryLayout]]], Replayer] = {}
-        # Present replayers, which may be moved to new addresses.
+        # Existing replayers, which may be moved to new addresses.
         unused = dict(enumerate(self._replayers))
         for rank, wanted in enumerate(addresses):
             share = rank % self._scenario.topology.ep
@@ -342,7 +342,7 @@ class Ranks:
         self._replayers = list(placed.values())
 
     def write(self, values: Mapping[str, Tensor], *, scales: Mapping[str, Tensor]) -> None:
-        """Cast values into the working params of all ranks.
+        """Cast values into all ranks' working params.
 
         Args:
             values: By param.
@@ -360,12 +360,12 @@ class Ranks:
                     scale.copy_(scales[name])
 
     def replay(self, step: int, *, scale: float | None, keep_micro: bool = False) -> Contributions:
-        """Replay all ranks from the current params. Call it while `isolated`.
+        """Replay all ranks from the current params. Call it inside `isolated()`.
 
         Args:
             step: Optimizer step, from 0.
-            scale: Dynamic loss scale; None without one.
-            keep_micro: True to also keep the gradients of each micro-batch.
+            scale: Dynamic loss scale; None without loss scaling.
+            keep_micro: True to keep each micro-batch's gradients as well.
         """
         rules = self.rules
         # Freezing depends on the step.
@@ -384,15 +384,10 @@ class Ranks:
         return self.contributions(self.active(step, replays, rules), replays, rules)
 
     def _scales(self, step: int, *, scale: float | None) -> list[Sequence[LossFactors | None]]:
-        """Return the factors of the losses of a step, by rank and micro-batch.
-
-        Args:
-            step: Optimizer step, from 0.
-            scale: Dynamic loss scale; None without one.
-        """
+        """Return a step's loss factors, by rank and micro-batch."""
         run, rules, size = self._scenario.run, self.rules, len(self._replayer_of_rank)
         counts = [own_micro_batches(run, step=step, rank=rank) for rank in range(size)]
-        # Without declared means, all losses have the same factor.
+        # Without declared factors, all losses have the same factor.
         if rules.scale_loss is None and rules.scale_second is None:
             alike = None if scale is None else LossFactors(main=scale)
             return [(alike,) * count for count in counts]
@@ -429,18 +424,18 @@ class Ranks:
     def accumulate(
         self, rank: int, micros: Sequence[Mapping[str, Tensor]], names: Sequence[str], rules: Rules
     ) -> list[dict[str, Tensor]]:
-        """Return a rank's terms of each reduction; see `RankReplay.rounds`.
+        """Return a rank's terms for each reduction; see `RankReplay.rounds`.
 
         Args:
             rank: Index of the rank.
-            micros: Gradients of each of its micro-batches, by param.
+            micros: Its micro-batches' gradients, by param.
             names: Params whose sums are zeros if they have no terms.
             rules: Rules for accumulation.
         """
         return self._replayer_of_rank[rank].accumulate(micros, names, **self._rounds(rules))
 
     def trained(self, step: int) -> list[str]:
-        """Return the names of params that are not frozen at a step, in order.
+        """Return the params that are not frozen at a step, in order.
 
         Args:
             step: Optimizer step, from 0.
@@ -449,7 +444,7 @@ class Ranks:
         return [name for name in self._names if name not in frozen]
 
     def active(self, step: int, replays: Sequence[RankReplay], rules: Rules) -> list[str]:
-        """Return the names of params with a gradient in a step, in order.
+        """Return the params with a gradient in a step, in order.
 
         Args:
             step: Optimizer step, from 0.
@@ -466,10 +461,10 @@ class Ranks:
     def contributions(
         self, active: Sequence[str], replays: Sequence[RankReplay], rules: Rules
     ) -> Contributions:
-        """Return the contributions of replayed ranks by some rules.
+        """Return the replayed ranks' contributions under given rules.
 
         Args:
-            active: Names of the params with a gradient.
+            active: Params with a gradient.
             replays: Replays in rank order.
             rules: Rules for division and sums. Accumulation is already done.
         """
@@ -491,7 +486,7 @@ class Ranks:
         )
 
     def _how(self, rules: Rules) -> tuple[Sync, GradDtype, GradDtype]:
-        """Return when ranks are summed, and the dtypes of accumulation and reduction."""
+        """Return the sync rule and the dtypes for accumulation and reduction."""
         system = self._scenario.system
         return (
             rules.sync or system.sync,
@@ -509,7 +504,7 @@ class Ranks:
         }
 
     def find_nonfinite(self, step: int, *, scale: float | None) -> NonFinite | None:
-        """Find the first local gradient that is not finite, by replaying a step once more.
+        """Find the first non-finite local gradient by replaying a step once more.
 
         Args:
             step: The step that was replayed last.
@@ -523,7 +518,7 @@ class Ranks:
         return None
 
     def _assign(self, shares: Sequence[Replayer]) -> None:
-        """Assign to each rank the replayer of its share of the experts."""
+        """Assign each rank the replayer with its experts."""
         # Expert-parallel indices alternate over consecutive ranks.
         ranks = range(self._scenario.world.size)
         names = [frozenset(share.params) for share in shares]

@@ -1,4 +1,4 @@
-"""The replay of one rank's local computation: each micro-batch separately, in its own shape."""
+"""Replay of one rank's computation: each micro-batch separately, in its own shape."""
 # The global batch at once would be faster but wrong: another batch split gives other bits.
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from zero_sim.workloads import Batch, Workload, loss_terms, seed_of, total_loss
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroReplay:
-    """Forward and backward of one micro-batch of one rank."""
+    """Forward and backward of one micro-batch on one rank."""
 
     loss: Tensor  # 0D
-    """Sum of the loss terms, not scaled."""
+    """Unscaled sum of the loss terms."""
     term_count: int
-    """Number of terms of the loss: 2 if the model has a second loss."""
+    """Number of loss terms: 2 if the model has a second loss."""
     grads: dict[str, Tensor]  # each ND, the param's shape and grad_dtype
     """Gradients of the scaled loss, by param; without params that the loss does not reach."""
     rows: int
@@ -34,23 +34,23 @@ class MicroReplay:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReplay:
-    """All micro-batches of one rank in one step."""
+    """One rank's micro-batches in one step."""
 
     losses: tuple[Tensor, ...]  # each 0D
     has_second_loss: bool
     """True if losses have a second term."""
     rounds: tuple[dict[str, Tensor], ...]  # each ND, the param's shape, grad dtype
-    """The rank's terms of each reduction of the step, by param: a single round of accumulated
+    """The rank's terms for each reduction in the step, by param: a single round with accumulated
     gradients, or a round per micro-batch if `system.sync` is `every`."""
     micro_grads: tuple[dict[str, Tensor], ...]  # each ND, dtype of the param's own gradient
-    """Gradients of each micro-batch, by param; without params that its loss does not reach. Empty
-    if not requested."""
+    """Micro-batch gradients by param, without params that the loss does not reach. Empty if not
+    requested."""
     reached: frozenset[str]
-    """Names of params that the loss of a micro-batch reaches."""
+    """Params that the loss of any micro-batch reaches."""
     rows: int
-    """Number of rows of all its micro-batches."""
+    """Rows in all its micro-batches."""
     data_digest: bytes
-    """Hash of the bytes of the rank's batches, in order."""
+    """Hash of the rank's batches, in order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,9 +90,9 @@ class Replayer:
     workload: Workload
     module: nn.Module
     params: Mapping[str, nn.Parameter]
-    """All trained params of `module`. Backward skips params that are frozen now."""
+    """Trained params by name. Backward skips params that are currently frozen."""
     scales: Mapping[str, Tensor] = field(default_factory=dict)  # each 0D fp32
-    """The module's own scale of each param in fp8."""
+    """The module's own fp8 scales, by param."""
 
     def replay_rank(
         self,
@@ -104,18 +104,18 @@ class Replayer:
         keep_micro: bool = False,
         every: bool | None = None,
     ) -> RankReplay:
-        """Run the micro-batches of one rank and accumulate their gradients, in order.
+        """Run one rank's micro-batches and accumulate their gradients, in order.
 
-        Params that no micro-batch reaches get a gradient of zeros. So do all params in a round of a
-        micro-batch for which the rank has no data.
+        Params that no micro-batch reaches get zero gradients. So do all params in a round for which
+        the rank has no data.
 
         Args:
             step: Optimizer step, from 0.
             rank: Rank whose data is used.
-            grad_dtype: Dtype of accumulation, with each sum rounded to it; None for the dtype of
-                each param's own gradient.
-            scales: Factors of the loss of each micro-batch; None for 1.
-            keep_micro: True to also return the gradients of each micro-batch.
+            grad_dtype: Accumulation dtype, to which each sum is rounded; None for each param's own
+                gradient dtype.
+            scales: Loss factors of each micro-batch; None for 1.
+            keep_micro: True to return each micro-batch's gradients as well.
             every: True if each micro-batch is a round; None for the scenario's setting.
         """
         every = self.scenario.system.sync == "every" if every is None else every
@@ -147,10 +147,10 @@ class Replayer:
         grad_dtype: torch.dtype | None,
         every: bool,
     ) -> list[dict[str, Tensor]]:
-        """Add the gradients of micro-batches, in order; see `RankReplay.rounds`.
+        """Add micro-batch gradients in order; see `RankReplay.rounds`.
 
         Args:
-            micros: Gradients of each micro-batch, by param.
+            micros: Each micro-batch's gradients, by param.
             names: Params whose sums are zeros if they have no terms.
             grad_dtype: As for `replay_rank`.
             every: True if each micro-batch is a round.
@@ -165,7 +165,7 @@ class Replayer:
                 # Start with the first term: adding it to zero would only change the sign of -0.0.
                 term = grad if grad_dtype is None else grad.to(grad_dtype)
                 totals[name] = totals[name] + term if name in totals else term
-        # A rank takes part in each sum of its params, if only with zeros.
+        # A rank joins every sum of its params, if only with zeros.
         for totals in rounds:
             for name in [each for each in names if each not in totals]:
                 param = self.params[name]
@@ -176,11 +176,11 @@ class Replayer:
     def replay_micro(
         self, *, step: int, rank: int, micro: int, scale: LossFactors | None = None
     ) -> MicroReplay:
-        """Run forward and backward of one micro-batch, with the seed of the system's rank."""
+        """Run one micro-batch's forward and backward, with the seed of the system's rank."""
         batch = self.workload.batch(step=step, rank=rank, micro=micro)
         # Before the forward, which may write to its inputs.
         rows, digest = batch.rows, digest_batch(batch)
-        # As torch.manual_seed on a CPU, without its check of every other kind of device.
+        # Like torch.manual_seed on a CPU, without its visit to every other kind of device.
         seed = seed_of(self.scenario, step=step, rank=rank, micro=micro)
         torch.default_generator.manual_seed(seed)
         seed_device(batch.inputs.device, seed)

@@ -1,7 +1,7 @@
-"""Rules of arithmetic, for choices that a scenario leaves open.
+"""Arithmetic rules for choices that a scenario leaves open.
 
-All rules for one choice agree in mathematics and differ in rounding. Targets declare them by the
-same names.
+All rules for a choice are equal in mathematics but round differently. Targets declare the same
+names.
 """
 
 from __future__ import annotations
@@ -21,23 +21,22 @@ from zero_sim.reference.own_rule import OwnRule
 from zero_sim.reference.scaling import ScaleLoss, ScaleLossFunction
 
 GradDtype = Literal["param", "fp32", "bf16", "fp16"]
-"""Dtype of gradients: `param` for that of each param's own gradient, or one dtype for all."""
+"""Gradient dtype: `param` for each param's own gradient dtype, or a single dtype for all."""
 DivideEach = Literal["step", "round"]
-"""Sum to divide: that of all rounds, or each round's."""
+"""Sum to divide: the step's total, or each round's sum."""
 Sync = Literal["last", "every", "every-in-block"]
-"""Accumulation rule. `every-in-block`: each micro-batch is summed within each shard group, and the
-sum of all micro-batches over these, once."""
+"""When ranks are summed: after the `last` micro-batch or after `every` micro-batch. With
+`every-in-block`, shard groups sum every micro-batch, and a single sum over the groups follows."""
 Unused = Literal["zeros", "left-alone"]
-"""Treatment of a param that no rank used in a step. `zeros`: stepped with a gradient of zeros.
-`left-alone`: value and state stay, and it counts in no norm."""
+"""Handling of a param that no rank used in a step. `zeros`: it is stepped with a zero gradient.
+`left-alone`: it keeps value and state, and counts in no norm."""
 NonFiniteRule = Literal["stepped", "skipped", "raises"]
-"""Treatment of a step with NaN or infinite gradients, without loss scaling. With `raises`, as with
-`skipped`, nothing is updated."""
+"""Handling of a step with NaN or infinite gradients if there is no loss scaling. Neither `skipped`
+nor `raises` updates anything."""
 Masters = Literal["fp32", "param"]
-"""Dtype of stepped params: `fp32` for a master of each param, `param` for the working param
-itself."""
+"""Params that the optimizer steps: fp32 masters, or the working params themselves (`param`)."""
 ClipFunction = Callable[[Tensor, float], Tensor | float]
-"""Returns the factor of gradients, given a 0-D fp32 norm and its bound."""
+"""Returns the gradient factor, given the 0-D fp32 norm and its bound."""
 
 _DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -51,18 +50,18 @@ class Rules:
     """Rules of the reference; None for the scenario's setting."""
 
     scale_loss: ScaleLoss | ScaleLossFunction | None = None
-    """Factor of each loss before its backward; None for 1."""
+    """Factor for each loss before backward; None for 1."""
     scale_second: ScaleLoss | ScaleLossFunction | None = None
-    """Factor of a second loss, in place of `scale_loss`; None for the same factor."""
+    """Factor for a second loss; None to use `scale_loss`."""
     divide: DivideRule | None = None
     divide_by: float | None = None
     """Divisor in place of the scenario's count."""
     predivide_by: float | None = None
-    """Divisor of each rank before the sum; the sum is then divided by the rest."""
+    """Divisor on each rank before the sum. The sum is then divided by the rest."""
     divide_each: DivideEach = "step"
     sync: Sync | None = None
     accumulate_dtype: GradDtype | None = None
-    """Dtype in which a rank adds its micro-batches, or the sums of rounds if each is summed."""
+    """Dtype in which a rank adds its micro-batches, or round sums if every round is reduced."""
     reduce_dtype: GradDtype | None = None
     """Dtype of the sum over ranks."""
     copies_dtype: GradDtype | None = None
@@ -82,15 +81,15 @@ class Rules:
 
     @property
     def takes_root(self) -> bool:
-        """True if the clip form needs the root of the sum of squares."""
+        """True if the clip form needs the unrounded root."""
         return self.known_clip is not None and takes_root(self.known_clip)
 
 
 def dtype_named(name: GradDtype | None) -> torch.dtype | None:
-    """Return the dtype of a name; None for each param's own.
+    """Return a dtype by name; None for each param's own.
 
     Args:
-        name: A name; both `param` and None mean the param's own dtype.
+        name: Dtype name. `param` and None both mean the param's own dtype.
     """
     # `param` has no entry.
     return _DTYPES.get(name or "param")
@@ -108,7 +107,7 @@ def clip_by_rule_(flat: Tensor, *, measured: Measure, norm_max: float, rules: Ru
     if callable(rules.clip):
         # A copy, because the function is foreign code and may write to it.
         factor = torch.as_tensor(rules.clip(measured.norm.clone(), norm_max))
-        # In fp32, whatever dtype or number the function returns.
+        # The function may return any dtype or a Python number, so convert.
         flat.mul_(factor.to(device=flat.device, dtype=torch.float32))
         return
     clip_by_norm_(

@@ -1,7 +1,7 @@
-"""Factors of losses: dynamic scales, and means that a system takes before backward.
+"""Loss factors: dynamic scales, and means taken before backward.
 
-A dynamic scale is a power of two, so it changes no bit of a gradient. The factor of a mean, such as
-1 / tokens, is rounded.
+A dynamic scale is a power of two, so multiplying by it does not round. A mean's factor, such as 1 /
+tokens, does.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from zero_sim.workloads import total_loss
 _SCALE_MIN = 1.0
 
 ScaleLoss = Literal["micro-batches", "tokens", "cp", "1/cp"]
-"""Factor of each loss before its backward: 1 / micro-batches, or ranks / tokens of the step, or the
-number of context-parallel ranks, or its reciprocal."""
+"""Loss factor before backward: 1 / micro-batches, ranks / step tokens, context-parallel ranks, or 1
+/ context-parallel ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossRows:
-    """Rows (samples or tokens) of a micro-batch and of its step, for scaling its loss.
+    """Row counts (samples or tokens) from which a micro-batch's loss is scaled.
 
     Example:
         >>> LossRows(rows=2, rank_rows=4, step_rows=10, micro_batches=2, world_size=3).step_rows
@@ -35,13 +35,13 @@ class LossRows:
     """
 
     rows: int
-    """Rows of this micro-batch."""
+    """Rows in this micro-batch."""
     rank_rows: int
-    """Rows of all micro-batches of this rank in the step."""
+    """Rows in the step on this rank."""
     step_rows: int
-    """Rows of all micro-batches of all ranks in the step."""
+    """Rows in the step on all ranks."""
     micro_batches: int
-    """Micro-batches of a step (`run.micro_batches`), including any without data on a rank."""
+    """Micro-batches per step (`run.micro_batches`), including any for which a rank has no data."""
     world_size: int
     """Number of data-parallel ranks, including context parallelism."""
     cp: int = 1
@@ -53,20 +53,20 @@ ScaleLossFunction = Callable[[LossRows], float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossFactors:
-    """Factors of the terms of a loss, applied before backward."""
+    """Factors for loss terms, applied before backward."""
 
     main: float
     second: float | None = None
-    """Factor of a second term; None to multiply the sum of both by `main`."""
+    """Factor for a second term; None to multiply the sum by `main`."""
 
     def scaled(self, terms: Sequence[Tensor]) -> Tensor:
         """Return the scaled loss, 0-D.
 
         Args:
-            terms: The main loss, and a second one if the model has it, each 0-D.
+            terms: Main loss, and the second loss if the model has two; each 0-D.
         """
         if self.second is None or len(terms) == 1:
-            # The sum first, because products of each term would round differently.
+            # Add first, because scaling each term would round differently.
             return total_loss(terms) * self.main
         return terms[0] * self.main + terms[1] * self.second
 
@@ -74,12 +74,12 @@ class LossFactors:
 def loss_factor(
     rule: ScaleLoss | ScaleLossFunction, at: LossRows, *, declared: str = "scale_loss"
 ) -> float:
-    """Return the factor of a loss before its backward.
+    """Return a loss factor.
 
     Args:
-        rule: A name, or a pure function of the target.
+        rule: Name, or the target's own pure function.
         at: The micro-batch.
-        declared: Field of `Numerics` that holds the rule.
+        declared: `Numerics` field with the rule, for messages.
 
     Raises:
         UsageError: The function returns no finite number.
@@ -106,7 +106,7 @@ def loss_factor(
 
 
 class LossScale:
-    """Dynamic factor of losses. Halves after an overflow, doubles after a number of good steps."""
+    """Dynamic loss scale. Halved after an overflow, doubled after `growth_interval` good steps."""
 
     def __init__(self, spec: LossScaleSpec) -> None:
         """Start with the spec's scale."""

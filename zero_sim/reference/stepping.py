@@ -1,12 +1,12 @@
-"""The optimizer on whole params: torch's classes, a textbook's or a target's, never fused.
+"""The optimizer on whole params: torch's classes, textbook rules or a target's rule, never fused.
 
-Fused kernels treat the tail of a tensor differently from its body, so their bits depend on a
-shard's cut. The loop over params does not.
+Fused kernels treat a tensor's tail differently from its body, so their bits depend on where shards
+are cut. This is not so for a loop over params.
 
 [Note: foreach]
-On the CPU, foreach kernels are the loop, so the loop is used. CUDA has separate foreach kernels.
-They are elementwise too, but they divide by numbers exactly, and the loop multiplies by a rounded
-reciprocal. So on CUDA the reference uses foreach kernels if the system does.
+On the CPU, foreach runs the loop over params, so this module does too. CUDA has separate foreach
+kernels. They are also elementwise, but they divide by numbers exactly, whereas the loop multiplies
+by a rounded reciprocal. So on CUDA the reference uses foreach kernels if the system does.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ _OPTIONS: dict[OptimizerName, tuple[str, ...]] = {
     "lamb": _BETAS_EPS,
     "own": (*_BETAS_EPS, "momentum", "nesterov", "amsgrad"),
 }
-"""Fields of the spec for each class besides `lr`, under the same names."""
+"""Spec fields that each class takes besides `lr`, under the same names."""
 
 
 def torch_defaults(name: OptimizerName) -> dict[str, Any]:
-    """Return the installed torch's defaults by field of the spec; none without such a class.
+    """Return the installed torch's defaults by spec field; empty if torch has no such class.
 
     Args:
-        name: Name of the optimizer.
+        name: Optimizer name.
     """
     cls = _CLASSES.get(name) or getattr(torch.optim, name.capitalize(), None)
     if cls is None:
-        # From the signature, because defaults differ between versions of torch.
         return {}
+    # From the signature, because defaults differ between torch versions.
     params = inspect.signature(cls).parameters
     return {
         option: params[option].default for option in ("lr", *_OPTIONS[name]) if option in params
@@ -78,12 +78,12 @@ def torch_defaults(name: OptimizerName) -> dict[str, Any]:
 
 
 def settings_in_words(spec: OptimizerSpec, *, step: int, param: str | None) -> str:
-    """Return the settings of one step, such as `AdamW lr 0.001 betas (0.9, 0.999) ...`.
+    """Return one step's settings, such as `AdamW lr 0.001 betas (0.9, 0.999) ...`.
 
     Args:
         spec: The optimizer.
         step: Step, from 0; decides the learning rate.
-        param: Name of the param, whose group may have its own settings; None for no group.
+        param: Param name, whose group may override settings; None for no group.
     """
     options = {"lr": spec.lr} | {option: getattr(spec, option) for option in _OPTIONS[spec.name]}
     group = None if param is None else group_of(spec, name=param)
@@ -97,7 +97,7 @@ def settings_in_words(spec: OptimizerSpec, *, step: int, param: str | None) -> s
 
 
 def lr_factor(spec: OptimizerSpec, *, step: int) -> float:
-    """Return the factor of all learning rates at a step, counted from 0."""
+    """Return the learning-rate factor at a step, counted from 0."""
     # Linear, from 1 / warmup_steps to 1.
     return min(1.0, (step + 1) / spec.warmup_steps) if spec.warmup_steps else 1.0
 
@@ -149,7 +149,7 @@ def _group_options(
 
 
 _REPEATED_ELEMS_MAX = 1 << 16
-"""Largest number of elements for which each step of a target's rule is run twice, as a check."""
+"""Most elements for which each step of a target's rule runs twice, as a check."""
 
 
 class Stepper:
@@ -163,13 +163,13 @@ class Stepper:
         on_host: bool = False,
         rules: Rules | None = None,
     ) -> None:
-        """Copy each param, of any dtype and shape, into a master; at least one is needed.
+        """Copy each param, of any dtype and shape, into a master.
 
         Args:
             spec: Optimizer and its settings; `foreach` has no effect on the CPU.
-            params: Initial values by name.
-            on_host: True to step on the CPU, for systems that offload state: its kernels round like
-                theirs.
+            params: Initial values by name; at least one param.
+            on_host: True to step on the CPU, because systems that offload state round like its
+                kernels.
             rules: Only the dtype of masters and the target's rule, for optimizer `own`, are used.
 
         Raises:
@@ -204,8 +204,8 @@ class Stepper:
 
         Args:
             grads: fp32 gradients by name, converted to the dtype of their master. A gradient of
-                zeros counts. A master without an entry keeps its value and state.
-            factor: Factor of all learning rates in this step.
+                zeros counts. A master without a gradient keeps its value and state.
+            factor: Learning-rate factor in this step.
             repeated: True to check that a target's rule gives the same step twice.
 
         Raises:
@@ -217,7 +217,7 @@ class Stepper:
         if self._own is None or not repeated or elems > _REPEATED_ELEMS_MAX:
             self._step(grads, factor=factor)
             return
-        # A twin from before the step, which must come to the same bits.
+        # A twin from before the step, which must arrive at the same bits.
         start = self.fork()
         self._step(grads, factor=factor)
         start._step(grads, factor=factor)
@@ -251,8 +251,8 @@ class Stepper:
 
         Args:
             name: Param name.
-            counters: Keys of state that is shared by all elements. Other state of the param's shape
-                is returned flat.
+            counters: State keys shared by all elements. Other state in the param's shape is
+                returned flat.
         """
         assert isinstance(self._optimizer, OwnOptimizer)
         held, master = self._optimizer.states()[name], self._stepped[name]
@@ -262,7 +262,7 @@ class Stepper:
         }
 
     def put(self, name: str, index: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Overwrite some elements of a param and of its state.
+        """Overwrite some elements of a param and its state.
 
         Args:
             name: Param name.
@@ -345,7 +345,7 @@ class Stepper:
         return {name: by_master[master] for name, master in self._stepped.items()}
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return all state tensors by param and torch's key; live."""
+        """Return all state tensors by param and torch key; live."""
         if isinstance(self._optimizer, OwnOptimizer):
             return {name: dict(held) for name, held in self._optimizer.states().items()}
         state = self._optimizer.state
@@ -361,18 +361,18 @@ class Stepper:
 
 
 def pick(tensor: Tensor, index: Tensor) -> Tensor:
-    """Return some of a tensor's flattened elements, with the tensor's number of dimensions."""
+    """Return some flattened elements of a tensor, keeping its number of dimensions."""
     # [1, ..., 1, index]: rules may treat matrices and vectors differently.
     flat = tensor.reshape(-1)[index.to(tensor.device)]
     return flat.reshape((1,) * (tensor.dim() - 1) + (-1,))
 
 
 def same_elements(first: Tensor, second: Tensor) -> Tensor:
-    """Return the elements that are equal in two tensors of one dtype; NaN equals NaN.
+    """Return True for elements that are equal in two tensors; NaN equals NaN.
 
     Args:
-        first: Any shape.
-        second: Same shape as `first`.
+        first: Any shape and dtype.
+        second: Same shape and dtype as `first`.
     """
     return (first == second) | (first.isnan() & second.isnan())
 

@@ -1,4 +1,4 @@
-"""Records of a step: state before, results, and state before the next one."""
+"""Step records: state before a step, its results, and state before the next step."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from zero_sim.reference.stepping import Stepper
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerStep:
-    """One step of the optimizer."""
+    """One optimizer step."""
 
     step: int
     """Index, from 0."""
     grads: Mapping[str, Tensor]  # each ND, fp32
-    """The optimizer's gradients, by stepped param."""
+    """Optimizer gradients by stepped param."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerHistory:
-    """All earlier steps of the optimizer."""
+    """All earlier optimizer steps."""
 
     masters: Mapping[str, Tensor]  # each ND, fp32
     """Masters before the first step."""
@@ -39,13 +39,13 @@ class OptimizerHistory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepStart:
-    """Copies from before a step, for repeating it."""
+    """Copies taken before a step, so that it can be repeated."""
 
     stepper: Stepper
     """Masters and optimizer state; do not step it."""
     loss_scale: LossScale | None
     working: WorkingParams
-    """Dtypes and fp8 scales of the working params."""
+    """Working dtypes and fp8 scales."""
     adding: Adding
     orders: Orders
     history: OptimizerHistory | None
@@ -59,56 +59,58 @@ class StepStart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceStep:
-    """Results of one step. Valid until the next step, because tensors may be live state."""
+    """Results of one step. Read them before the next step, because tensors may be live state."""
 
     step: int
     """Optimizer step, from 0."""
     # Forward, backward and reduction.
     losses: Mapping[tuple[int, int], Tensor]  # each 0D
-    """Loss by (rank, micro-batch), not scaled."""
+    """Unscaled loss by (rank, micro-batch)."""
     grads: Mapping[str, Tensor]  # each ND, grad dtype
-    """Sum over ranks, by param, still scaled and before a `post` division; zeros for a param that
-    is frozen in this step."""
+    """Sum over ranks by param, still scaled and before any `post` division. Zeros for params that
+    are frozen in this step."""
     one_device: Mapping[str, Tensor] | None  # each ND, grad dtype
-    """Gradients of one device that processes the data once, scaled as `grads`; None unless the case
-    has `expect.one_device`."""
+    """Gradients from a single device that processes the data once, scaled like `grads`. None unless
+    the case has `expect.one_device`."""
     # The update.
     update: Update
-    """Division for `grads`; factors for losses and learning rates in this step."""
+    """Division for `grads`, with this step's loss and learning-rate factors."""
     stepped: Mapping[str, Tensor]  # each ND, fp32
-    """The optimizer's gradients, by stepped param: divided, unscaled and clipped. Empty if the step
-    was skipped."""
+    """Optimizer gradients by stepped param: divided, unscaled and clipped. Empty if the step was
+    skipped."""
     # State after the step.
     masters: Mapping[str, Tensor]  # each ND, fp32
     params: Mapping[str, Tensor]  # each ND, working dtype
-    """The masters cast to working params, of all ranks, including params of some ranks only."""
+    """Masters cast to the working dtype, including params that only some ranks hold."""
     scales: Mapping[str, Tensor]  # each 0D, fp32
     """fp8 scales after the step, by param."""
     state: Mapping[str, Mapping[str, Tensor]]
-    """torch's optimizer state by param and key, `step` included."""
+    """Optimizer state by param and torch key, including `step`."""
     # Guarantees: results that hold in every summation order.
     order_free: Mapping[str, Tensor] | None  # each ND, bool
-    """True for elements of `grads` with the same bits in every summation order, by param; see
-    `reference.certificate`. None if the model makes no such claim, or a gradient is not finite."""
+    """True for `grads` elements with the same bits in every summation order, by param; see
+    `reference.certificate`. None if the model does not promise exact sums, or if a gradient is not
+    finite."""
     measured: Measure
-    """Measure of the whole master gradient before clipping. It must be equal only if certified."""
+    """Measure of the whole master gradient before clipping. Its norm must match only if
+    certified."""
     clip_certified: bool
-    """True if every summation order leads to the same clipping. If False, exact results end
-    here."""
+    """True if every summation order clips alike. If False, later results are not exact."""
     skipped: bool
     """True if nothing was updated, because a gradient was not finite."""
     nonzero_fraction: float
-    """Share of the elements of `grads` that are not zero; 0 if there are none."""
+    """Nonzero share of the elements in `grads`; 0 without elements."""
     data_digests: Mapping[int, bytes]
-    """Hash of each rank's batches, by rank."""
+    """Hash of each rank's batches."""
     nonfinite: NonFinite | None
-    """First NaN or infinity among the local gradients; None if there is none."""
+    """First NaN or infinity in the local gradients; None if all are finite."""
     start: StepStart | None
-    """State before the step; None if there are too many elements to keep it."""
+    """State before the step; None if it has too many elements to keep."""
     cut_dependence: str = ""
-    """Reason why the bits of the target's rule are unknown, so that the step is not certified."""
+    """Reason why the target rule's bits are unknown and the step is not certified; empty if
+    known."""
     unmoved: frozenset[str] = frozenset()
-    """Params without masters whose values stayed, because each update was rounded away."""
+    """Params without fp32 masters that kept their values, because rounding removed every update."""
 
     @property
     def divisor(self) -> float:
@@ -117,7 +119,7 @@ class ReferenceStep:
 
     @property
     def loss_scale(self) -> float | None:
-        """Factor of the losses in this step; None without loss scaling."""
+        """Loss scale of this step; None without loss scaling."""
         return self.update.scale
 
     @property
@@ -137,7 +139,7 @@ class ReferenceStep:
 
     @property
     def lost(self) -> str | None:
-        """Name of the first param whose master is not finite after the step; None if all are."""
+        """First param with a non-finite master after the step; None if all are finite."""
         for name, master in self.masters.items():
             # The maximum norm needs no memory, and NaN propagates through it.
             if master.numel() and not isfinite(torch.linalg.vector_norm(master, torch.inf)):
@@ -155,11 +157,11 @@ class TrainingState:
     scales: Mapping[str, Tensor]  # each 0D, fp32
     """fp8 scales, by param."""
     buffers: Mapping[str, Tensor]  # each ND
-    """Buffers of the module whose values only a checkpoint can restore."""
+    """Module buffers that only a checkpoint can restore."""
     state: Mapping[str, Mapping[str, Tensor]]
-    """torch's optimizer state by param and key; no keys for a param that was never stepped."""
+    """Optimizer state by param and torch key; no keys for a param that was never stepped."""
     settings: Mapping[str, Mapping[str, object]]
-    """Settings of each param's group in the optimizer, with `lr` before any factor."""
+    """Optimizer group settings by param, with `lr` before any factor."""
     loss_scale: float | None
     good_steps: int | None
     """Steps without overflow since the loss scale last changed."""
@@ -167,7 +169,7 @@ class TrainingState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PendingStep:
-    """A step with gradients, before its update."""
+    """A step with reduced gradients, before its update."""
 
     local: Contributions
     grads: Mapping[str, Tensor]  # each ND, grad dtype
@@ -175,7 +177,7 @@ class PendingStep:
     start: StepStart | None
     """As in `ReferenceStep`."""
     flat: Tensor  # 1D, fp32
-    """The master gradient of params trained in this step, before clipping."""
+    """Master gradient before clipping, over the params trained in this step."""
     one_device: Mapping[str, Tensor] | None  # each ND, grad dtype
     """As in `ReferenceStep`."""
     measured: Measure

@@ -1,6 +1,6 @@
 """Optimizers that need whole params, written from their papers: one plain fp32 tensor per param.
 
-They share no line with the implementations under test. Operations, their order and matrix shapes
+They share no code with the implementations under test. Operations, their order and matrix shapes
 are the same, because these decide bits.
 """
 
@@ -67,7 +67,7 @@ def move_by_muon(
 
 def newton_schulz(matrix: Tensor, *, eps: float) -> Tensor:
     """Return U V' for a matrix close to U S V', by five steps of a quintic iteration."""
-    # Iterate on the wide shape, whose Gram matrix is the smaller one.
+    # Iterate on the wide shape, because its Gram matrix is smaller.
     is_tall = matrix.size(0) > matrix.size(1)
     x = torch.div(matrix, torch.linalg.vector_norm(matrix).clamp(min=eps))
     if is_tall:
