@@ -39,7 +39,7 @@ class TestProbe:
 
     def test_finds_ends_of_loops(self):
         assert not probed(by_pow).problem
-        assert "of param 'w', and where this case cuts it is not known" in ends(by_pow)
+        assert "of param 'w', and this case's cuts are not known" in ends(by_pow)
 
     @pytest.mark.parametrize(
         "factor",

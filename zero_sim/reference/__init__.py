@@ -1,4 +1,4 @@
-"""Reference: one device, plain params, explicit sums. It shares no code with systems under test."""
+"""The reference: plain params and explicit sums on one device, sharing no code with systems."""
 
 from __future__ import annotations
 

@@ -81,11 +81,7 @@ class Again:
         return self._known.setdefault((by.rules, by.terms, by.rank), by)
 
     def count(self, by: DivideBy) -> float:
-        """Count the contributions to a sum.
-
-        Args:
-            by: Unit to count.
-        """
+        """Count the contributions to a sum."""
         return count_contributions(
             by,
             rank_count=len(self.replays),
@@ -94,11 +90,7 @@ class Again:
         )
 
     def replays_by(self, rules: Rules) -> Sequence[RankReplay]:
-        """Return the replays by rank, repeated if `rules` scale losses differently.
-
-        Args:
-            rules: The rules.
-        """
+        """Return the replays by rank, repeated if `rules` scale losses differently."""
         # A loss's factor is inside its rounded gradients, so only a replay can change it.
         factors = rules.scale_loss, rules.scale_second
         if factors == (self.rules.scale_loss, self.rules.scale_second):
@@ -131,11 +123,7 @@ class StepAgain:
     _sums: dict[str, Tensor] = field(default_factory=dict)
 
     def at(self, rank: int) -> StepAgain:
-        """Return the step as a rank takes it.
-
-        Args:
-            rank: The observer.
-        """
+        """Return the step as a rank takes it."""
         return self.again.by(self.rules, self.terms, rank=rank) if self.terms.is_local else self
 
     @cached_property
@@ -165,19 +153,11 @@ class StepAgain:
         return [name for name in ranks.active(step, replays, self.rules) if self.holds(name)]
 
     def holds(self, name: str) -> bool:
-        """Return True if any rank with terms has a param.
-
-        Args:
-            name: The param.
-        """
+        """Return True if any rank with terms has a param."""
         return any(name in replay.rounds[0] for replay in self._replays.values())
 
     def sum(self, name: str) -> Tensor:
-        """Add a param's gradients.
-
-        Args:
-            name: The param; `holds` must be True for it.
-        """
+        """Add a param's gradients; `holds` must be True for it."""
         if name not in self._sums:
             with isolated():
                 self._sums[name] = self._summed(name)

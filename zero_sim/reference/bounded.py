@@ -39,7 +39,7 @@ class BoundedStep:
     step: int
     """Optimizer step, from 0."""
     losses: Mapping[tuple[int, int], Tensor]  # each 0D
-    """As in `ReferenceStep`."""
+    """Unscaled loss by (rank, micro-batch)."""
     grads: Mapping[str, Tensor]  # each ND, grad dtype
     """One possible sum over ranks by param, still scaled and before any `post` division. Zeros for
     params that are frozen in this step."""
@@ -124,21 +124,16 @@ class BoundedReference:
         return self._ranks.held
 
     def start_from(self, params: Mapping[str, Tensor]) -> None:
-        """Start from other values than the workload's. Call before `set_addresses`.
-
-        Args:
-            params: Values by name, in any dtype; not changed.
-        """
+        """Start from other values than the workload's. Call before `set_addresses`."""
         self._starts = {
             name: params.get(name, start).to(start, copy=True)
             for name, start in self._starts.items()
         }
 
     def set_addresses(self, addresses: Sequence[Addresses]) -> None:
-        """Place every param in memory as on its rank. Call before the first step.
+        """Place every param in memory as on its rank; see [Note: addresses].
 
-        Args:
-            addresses: By rank: memory layout of each param; see [Note: addresses].
+        Call it before the first step.
         """
         self._ranks.set_addresses(addresses)
         self.adopt(self._starts)
@@ -147,7 +142,7 @@ class BoundedReference:
         """Replay all ranks from the current params, and bound their reduced gradients."""
         scenario, step = self._scenario, self._next_step
         scale = None if self._loss_scale is None else self._loss_scale.scale
-        # Linear is a possible order, and for two ranks the only one.
+        # Linear is a possible order, and two ranks have no other order.
         adding = Adding(order="linear", block_count=scenario.system.redundancy)
         with isolated():
             local = self._ranks.replay(step, scale=scale)
@@ -188,21 +183,11 @@ class BoundedReference:
         )
 
     def adopt(self, params: Mapping[str, Tensor]) -> None:
-        """Continue from the system's working params.
-
-        Args:
-            params: By name, with the reference's shapes and dtypes.
-        """
+        """Continue from the system's working params, in the reference's shapes and dtypes."""
         self._ranks.write(params, scales={})
 
     def follow(self, name: str, *, start: int, stop: int) -> Follower:
-        """Return a follower for part of a param, at its initial values.
-
-        Args:
-            name: The param.
-            start: First flattened element.
-            stop: End of the part, exclusive.
-        """
+        """Return a follower for elements of a flattened param, at their initial values."""
         whole = self._starts[name]
         master = whole.reshape(-1)[start:stop]
         counters: frozenset[str] = frozenset()

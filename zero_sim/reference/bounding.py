@@ -122,12 +122,7 @@ def bound_sum(terms: Sequence[Tensor]) -> Interval:
 
 
 def known_sum(total: Tensor, terms: Sequence[Tensor]) -> Interval:
-    """Return the interval for a sum with only one order.
-
-    Args:
-        total: The sum.
-        terms: Terms of the sum, as for `bound_sum`.
-    """
+    """Return the interval for a sum with only one order."""
     wide = total.to(torch.float64)
     nonfinite = ~wide.isfinite()
     return Interval(
@@ -148,23 +143,16 @@ def reach_of(count: int, *, dtype: torch.dtype) -> float:
     # Fractions, so that only the final conversion rounds.
     unit = Fraction(torch.finfo(dtype).eps) / 2
     exact = (1 + unit) ** (count - 1) - 1
-    # Beyond 2**1000 every bound is open, and fp64 could not represent this one.
+    # Beyond 2**1000 every bound is open, and fp64 could not represent this bound.
     return math.inf if exact > 2**1000 else math.nextafter(float(exact), math.inf)
 
 
 def divide_ends(low: Tensor, high: Tensor, *, divisors: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Divide both ends by positive numbers in turn, rounding each quotient to fp32.
-
-    Rounding is monotonic, so quotients of numbers between the ends lie between the new ends.
-
-    Args:
-        low: fp64.
-        high: fp64, with the shape of `low`.
-        divisors: fp32 divisors, applied in order.
-    """
+    """Divide both fp64 ends by positive numbers in turn, rounding each quotient to fp32."""
     infinity = torch.full_like(low, math.inf)
     # Sums are converted to fp32 before their division.
     low, high = low.to(torch.float32).double(), high.to(torch.float32).double()
+    # Rounding is monotonic, so quotients between the old ends lie between the new ends.
     for divisor in divisors:
         # Quotients in fp64 may be off by a rounding, so move outwards before rounding to fp32.
         low = torch.nextafter(quotient(low, divisor), -infinity).to(torch.float32).double()

@@ -128,13 +128,7 @@ def clip_factor(
 
 
 def clip_is_certified(measured: Measure, *, norm_max: float, form: ClipForm) -> bool:
-    """Return True if every fp64 summation order of the squares gives the same factor.
-
-    Args:
-        measured: Measure of the whole gradient.
-        norm_max: Norm bound.
-        form: Clip form.
-    """
+    """Return True if every fp64 summation order of the squares gives the same factor."""
     if not takes_root(form):
         return measured.norm_certified
     # The factor is monotonic in the root, so equal factors at both ends cover all between.

@@ -22,16 +22,15 @@ from zero_sim.reference.rules import Rules
 from zero_sim.reference.stepping import Stepper, group_of, pick, same_elements
 from zero_sim.scenario.spec import OptimizerSpec
 
+# A chunk without a remainder, because widths are at most 128, for single bytes.
 _BODY_ELEMS = 128
-"""Chunk size without a remainder: widths are at most 128, for single bytes."""
+# A chunk that is all remainder, because widths are at least 8, for float32.
 _TAIL_ELEMS = 7
-"""Chunk size that is all remainder: widths are at least 8, for float32."""
 _CHUNKS = (_TAIL_ELEMS, 8, 16, 32, 64, _BODY_ELEMS)
+# Elements per batch. In a faulty system most elements differ, so a small first batch exits early.
 _FIRST_ELEMS, _BATCH_ELEMS = 28, 7 * 128
-"""Elements per batch. In a faulty system most elements differ, so a first small batch exits
-early."""
+# Only the second step has state to start from.
 _PROBED_STEPS = 2
-"""Steps per probe: only the second has state to start from."""
 _LR = 0.1
 
 Values = Mapping[str, Tensor]  # each 1D
@@ -53,10 +52,7 @@ class Probe:
 def probe(spec: OptimizerSpec, *, rules: Rules, params: Mapping[str, Tensor]) -> Probe:
     """Run a target's rule on drawn values, with other neighbours and at other positions.
 
-    Args:
-        spec: Optimizer and its settings.
-        rules: Rules, with the target's update rule.
-        params: By name. One param is tried per group, dtype and number of dimensions.
+    One param is tried per group, dtype and number of dimensions.
     """
     found = [_probe_one(each) for each in _tried(spec, rules, params)]
     return Probe(
@@ -70,11 +66,7 @@ def why_unknown(
 ) -> str:
     """Return the reason why a rule's bits on a shard are unknown; empty if known.
 
-    Args:
-        spec: As for `probe`.
-        rules: As for `probe`.
-        params: As for `probe`.
-        shows_cuts: True if the reference can continue from the system's bits.
+    `shows_cuts` is True if the reference can continue from the system's bits.
     """
     own, problem = rules.own, probe(spec, rules=rules, params=params).problem
     # A custom reader may return copies of state, which cannot be overwritten.
@@ -202,7 +194,7 @@ class CutStep:
     """Gradient, as for `Stepper.step`."""
     factor: float
     counters: frozenset[str]
-    """As in `Probe`."""
+    """See `Probe`."""
 
     def bits_elsewhere(self, index: Tensor, *, holds: Holds) -> Values | None:
         """Return bits that all elements can have under some cut; None if an element has none.

@@ -22,9 +22,8 @@ from zero_sim.scenario.spec import OptimizerSpec
 if TYPE_CHECKING:
     from zero_sim.reference.cuts import CutStep
 
+# Steps in which a target's rule runs twice, as a check. Only the second has state to start from.
 _REPEATED_STEPS = 2
-"""Steps in which a target's rule is run twice, as a check: only the second has state to start
-from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,11 +41,7 @@ class Update:
         return 1 if self.division.each_round else self.division.rest
 
     def apply(self, total: Tensor) -> Tensor:
-        """Return a sum divided and unscaled, in fp32; a copy.
-
-        Args:
-            total: The sum over ranks, in any shape; not changed.
-        """
+        """Return a sum over ranks, divided and unscaled in fp32; a copy."""
         division = self.division
         # A rounded division is in the sum's dtype, hence before the conversion.
         if division.is_rounded and self.divisor != 1:

@@ -79,11 +79,9 @@ def measure_together(parts: Sequence[Measure]) -> Measure:
 
 
 def root_of_squares(squares: float, *, terms: int) -> tuple[Tensor, bool]:
-    """Return the 0-D fp32 norm for a sum of squares, on the CPU, and True if it is certified.
+    """Return the norm for a sum of `terms` squares, and True if it is certified.
 
-    Args:
-        squares: The sum, added in fp64 in any order.
-        terms: Number of squares.
+    The norm is 0-D fp32 on the CPU. Squares are added in fp64, in any order.
     """
     # The sum itself, then both ends of its reach.
     ends = [squares, *squares_within_reach(squares, terms=terms)]
@@ -95,25 +93,14 @@ def root_of_squares(squares: float, *, terms: int) -> tuple[Tensor, bool]:
 
 
 def squares_within_reach(squares: float, *, terms: int) -> tuple[float, float]:
-    """Return the least and greatest sum of squares that another summation order can give.
-
-    Args:
-        squares: The sum, added in fp64 in any order.
-        terms: Number of squares.
-    """
+    """Return the least and greatest sum of `terms` squares in any other fp64 summation order."""
     # Two orders differ by up to 2n roundings; see [Note: certified norms].
     margin = 2 * (terms + _SLACK_ROUNDINGS) * _ROUNDING
     return squares * (1 - margin), squares * (1 + margin)
 
 
 def root_of_bounds(squares_min: float, squares_max: float, *, terms: int) -> tuple[Tensor, Tensor]:
-    """Return a gradient's least and greatest norm, 0-D fp32 on the CPU.
-
-    Args:
-        squares_min: Least sum of squares, added in fp64 in any order.
-        squares_max: Greatest sum of squares.
-        terms: Number of squares.
-    """
+    """Return the least and greatest norm, 0-D fp32 on the CPU, for bounds on the squares' sum."""
     margin = 2 * (terms + _SLACK_ROUNDINGS) * _ROUNDING
     ends = [squares_min * (1 - margin), squares_max * (1 + margin)]
     # Roots round monotonically, so these ends bound every order.

@@ -96,9 +96,7 @@ def measure_by(
 def wide_ends(norm: Norm, measured: Measure) -> tuple[float, float]:
     """Return a norm's least and greatest fp64 value before it is rounded to fp32.
 
-    Args:
-        norm: The rule; not `told`.
-        measured: Measure of the whole gradient by this rule.
+    `measured` is by the same rule, which is not `told`.
     """
     if norm not in ROOTED:
         return measured.norm.item(), measured.norm.item()
@@ -111,11 +109,8 @@ def wide_ends(norm: Norm, measured: Measure) -> tuple[float, float]:
 
 
 def norm_of_params(grads: Iterable[Tensor]) -> Tensor:
-    """Return the 0-D fp32 norm of whole gradients, like torch.nn.utils.get_total_norm.
-
-    Args:
-        grads: fp32, contiguous, in the order of the params.
-    """
+    """Return the norm of contiguous fp32 gradients, like torch.nn.utils.get_total_norm; 0-D
+    fp32."""
     # Both norms are rounded to fp32. Ranks add nothing, so no order can change the result.
     norms = [torch.linalg.vector_norm(grad) for grad in grads]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)

@@ -122,11 +122,7 @@ class Reference:
         ]
 
     def start_from(self, params: Mapping[str, Tensor]) -> None:
-        """Start from other values than the workload's. Call before `set_addresses`.
-
-        Args:
-            params: Values by name, in any dtype; not changed.
-        """
+        """Start from other values than the workload's. Call before `set_addresses`."""
         starts = {
             name: params.get(name, master).to(master.device)
             for name, master in self._stepper.masters.items()
@@ -135,10 +131,9 @@ class Reference:
         self._history = self._new_history()
 
     def set_addresses(self, addresses: Sequence[Addresses]) -> None:
-        """Place every param in memory as on its rank. Call before the first step in a world.
+        """Place every param in memory as on its rank; see [Note: addresses].
 
-        Args:
-            addresses: By rank: memory layout of each param; see [Note: addresses].
+        Call it before the first step in a world.
         """
         self._ranks.set_addresses(addresses)
         if self._one_device is not None:
@@ -169,7 +164,7 @@ class Reference:
             workload: The scenario's workload; None to build it.
             weights_only: True to keep only masters and step index, not optimizer state and loss
                 scale.
-            rules: Rules from the next step on; None for the present ones.
+            rules: Rules from the next step on; None for the present rules.
 
         Raises:
             UsageError: The model or the optimizer differs.
@@ -224,15 +219,7 @@ class Reference:
         return self.finish(begun, measured=begun.measured)
 
     def begin(self, orders: Orders | None = None, *, order_seed: int = 0) -> PendingStep:
-        """Run the next step up to the whole gradient's norm.
-
-        Args:
-            orders: As in `step`.
-            order_seed: As in `step`.
-
-        Raises:
-            UsageError: As `step`.
-        """
+        """Run the next step up to the whole gradient's norm; arguments as for `step`."""
         scenario, step = self._scenario, self._next_step
         scale = self._scale
         adding = Adding(
@@ -400,9 +387,7 @@ class Reference:
     def cut_step(self, taken: ReferenceStep, *, name: str) -> CutStep | None:
         """Return a param's step, to repeat it with cuts; None unless an elementwise rule took it.
 
-        Args:
-            taken: A step of this reference in its present world.
-            name: The param.
+        `taken` is a step of this reference in its present world.
         """
         own, masters = self._rules.own, self._stepper.masters
         if own is None or not own.elementwise or taken.start is None or name not in taken.stepped:
@@ -434,8 +419,7 @@ class Reference:
     def again(self, taken: ReferenceStep) -> Again | None:
         """Prepare to repeat an earlier step; None if its start was not kept.
 
-        Args:
-            taken: A step of this reference in its present world.
+        `taken` is a step of this reference in its present world.
         """
         start = taken.start
         if start is None:
@@ -554,7 +538,7 @@ class Reference:
         like = {name: masters[name] for name in active}
         stepped = unflatten(flat, like=like)
         self._stepper.step(stepped, factor=factor)
-        # fp8 params get new scales after a step. Frozen ones keep theirs.
+        # fp8 params get new scales after a step. Frozen params keep their scales.
         working = self._ranks.params() if self._scales else {}
         for name in self._scales.keys() & like.keys():
             self._scales[name] = scale_for(masters[name], dtype=working[name].dtype)

@@ -142,10 +142,6 @@ class Contributions:
     def reduce(self, adding: Adding, *, orders: Orders) -> dict[str, Tensor]:
         """Add gradients over ranks, round by round, after any division before the sum.
 
-        Args:
-            adding: Addition of one round's gradients.
-            orders: Spans by param, for orders that depend on positions.
-
         Returns:
             Sums of all params; zeros for params without a gradient.
         """
@@ -165,11 +161,6 @@ class Contributions:
 
     def reduce_param(self, name: str, adding: Adding, *, spans: Sequence[SumSpan] | None) -> Tensor:
         """Add one param's gradients round by round.
-
-        Args:
-            name: The param, one of `active`.
-            adding: As for `reduce`.
-            spans: Positions in the calls that add the param.
 
         Raises:
             UsageError: The order depends on positions, and the spans do not tile the param.
@@ -297,11 +288,7 @@ class Ranks:
         return saved_buffers(self._replayers[0].module)
 
     def form(self, scales: Mapping[str, Tensor]) -> WorkingParams:
-        """Return working dtypes and fp8 scales.
-
-        Args:
-            scales: fp8 scales, by param.
-        """
+        """Return working dtypes and fp8 scales."""
         dtypes = {name: param.dtype for name, param in self.params().items()}
         return WorkingParams(dtypes=dtypes, scales=dict(scales))
 
@@ -312,21 +299,12 @@ class Ranks:
         return {**params, **{name: decode(params[name], scale=scale) for name, scale in scales}}
 
     def move(self, scenario: Scenario, *, workload: Workload) -> None:
-        """Continue with another world's ranks, for the same model. Call `write` next.
-
-        Args:
-            scenario: Scenario from now on.
-            workload: The scenario's workload.
-        """
+        """Continue with another world's ranks, for the same model. Call `write` next."""
         self._scenario, self._workload = scenario, workload
         self._assign(self._build_shares())
 
     def set_addresses(self, addresses: Sequence[Addresses]) -> None:
-        """Place every param in memory as on its rank. Call `write` next.
-
-        Args:
-            addresses: By rank: memory layout of each param; see [Note: addresses].
-        """
+        """Place every param in memory as on its rank; see [Note: addresses]. Call `write` next."""
         # One replayer per distinct layout and expert share. Existing replayers are reused first.
         placed: dict[tuple[int, frozenset[tuple[str, MemoryLayout]]], Replayer] = {}
         # Existing replayers, which may be moved to new addresses.
@@ -342,12 +320,7 @@ class Ranks:
         self._replayers = list(placed.values())
 
     def write(self, values: Mapping[str, Tensor], *, scales: Mapping[str, Tensor]) -> None:
-        """Cast values into all ranks' working params.
-
-        Args:
-            values: By param.
-            scales: fp8 scales, by param.
-        """
+        """Cast values into all ranks' working params."""
         with torch.no_grad():
             for replayer in self._replayers:
                 for name, param in replayer.params.items():
@@ -435,22 +408,12 @@ class Ranks:
         return self._replayer_of_rank[rank].accumulate(micros, names, **self._rounds(rules))
 
     def trained(self, step: int) -> list[str]:
-        """Return the params that are not frozen at a step, in order.
-
-        Args:
-            step: Optimizer step, from 0.
-        """
+        """Return the params that are not frozen at a step, in order."""
         frozen = self._frozen(step)
         return [name for name in self._names if name not in frozen]
 
     def active(self, step: int, replays: Sequence[RankReplay], rules: Rules) -> list[str]:
-        """Return the params with a gradient in a step, in order.
-
-        Args:
-            step: Optimizer step, from 0.
-            replays: By rank.
-            rules: Rules, which decide if an unused param has a gradient.
-        """
+        """Return the params with a gradient in a step under `rules`, in order."""
         trained = self.trained(step)
         # With `zeros`, an unused param is stepped like any other.
         if rules.unused != "left-alone":
@@ -461,13 +424,7 @@ class Ranks:
     def contributions(
         self, active: Sequence[str], replays: Sequence[RankReplay], rules: Rules
     ) -> Contributions:
-        """Return the replayed ranks' contributions under given rules.
-
-        Args:
-            active: Params with a gradient.
-            replays: Replays in rank order.
-            rules: Rules for division and sums. Accumulation is already done.
-        """
+        """Return the replayed ranks' contributions under given rules, except for accumulation."""
         sync, accumulate, reduce = self._how(rules)
         # A single shard group has no second sum, so its dtype has no effect.
         copies = rules.copies_dtype if self._scenario.system.redundancy > 1 else None
@@ -504,12 +461,7 @@ class Ranks:
         }
 
     def find_nonfinite(self, step: int, *, scale: float | None) -> NonFinite | None:
-        """Find the first non-finite local gradient by replaying a step once more.
-
-        Args:
-            step: The step that was replayed last.
-            scale: As for `replay`.
-        """
+        """Find the first non-finite local gradient by replaying the last step once more."""
         scales = self._scales(step, scale=scale)
         for rank, replayer in enumerate(self._replayer_of_rank):
             found = replayer.find_nonfinite(step=step, rank=rank, scales=scales[rank])

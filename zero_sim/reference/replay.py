@@ -68,8 +68,8 @@ class NonFinite:
 @contextmanager
 def isolated() -> Generator[None]:
     """Compute on a single thread, then restore the caller's random state and thread count."""
-    # A single thread, because fp32 linear layers give other bits on two. Set here, because a
-    # count set in another thread does not bind MKL in this one.
+    # A single thread, because fp32 linear layers give other bits on two. Set here, because a count
+    # set in another thread does not bind MKL here.
     threads = torch.get_num_threads()
     random_states = torch.default_generator.get_state(), random_state()
     torch.set_num_threads(1)

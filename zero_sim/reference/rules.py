@@ -86,11 +86,7 @@ class Rules:
 
 
 def dtype_named(name: GradDtype | None) -> torch.dtype | None:
-    """Return a dtype by name; None for each param's own.
-
-    Args:
-        name: Dtype name. `param` and None both mean the param's own dtype.
-    """
+    """Return a dtype by name; None for each param's own dtype (`param` or None)."""
     # `param` has no entry.
     return _DTYPES.get(name or "param")
 

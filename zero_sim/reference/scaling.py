@@ -60,11 +60,7 @@ class LossFactors:
     """Factor for a second term; None to multiply the sum by `main`."""
 
     def scaled(self, terms: Sequence[Tensor]) -> Tensor:
-        """Return the scaled loss, 0-D.
-
-        Args:
-            terms: Main loss, and the second loss if the model has two; each 0-D.
-        """
+        """Return the scaled loss from one or two terms, each 0-D."""
         if self.second is None or len(terms) == 1:
             # Add first, because scaling each term would round differently.
             return total_loss(terms) * self.main

@@ -42,6 +42,7 @@ _CLASSES: Mapping[str, type[Optimizer]] = {
 # Optimizers that step whole params, written from their papers.
 _MOVES: Mapping[str, Move] = {"muon": move_by_muon, "lamb": move_by_lamb}
 _BETAS_EPS = ("betas", "eps", "weight_decay")
+# Spec fields that each class takes besides `lr`, under the same names.
 _OPTIONS: dict[OptimizerName, tuple[str, ...]] = {
     "adamw": (*_BETAS_EPS, "amsgrad"),
     "adam": (*_BETAS_EPS, "amsgrad"),
@@ -58,15 +59,10 @@ _OPTIONS: dict[OptimizerName, tuple[str, ...]] = {
     "lamb": _BETAS_EPS,
     "own": (*_BETAS_EPS, "momentum", "nesterov", "amsgrad"),
 }
-"""Spec fields that each class takes besides `lr`, under the same names."""
 
 
 def torch_defaults(name: OptimizerName) -> dict[str, Any]:
-    """Return the installed torch's defaults by spec field; empty if torch has no such class.
-
-    Args:
-        name: Optimizer name.
-    """
+    """Return the installed torch's defaults by spec field; empty if torch has no such class."""
     cls = _CLASSES.get(name) or getattr(torch.optim, name.capitalize(), None)
     if cls is None:
         return {}
@@ -148,8 +144,8 @@ def _group_options(
     return own
 
 
+# Most elements for which each step of a target's rule runs twice, as a check.
 _REPEATED_ELEMS_MAX = 1 << 16
-"""Most elements for which each step of a target's rule runs twice, as a check."""
 
 
 class Stepper:
@@ -168,8 +164,7 @@ class Stepper:
         Args:
             spec: Optimizer and its settings; `foreach` has no effect on the CPU.
             params: Initial values by name; at least one param.
-            on_host: True to step on the CPU, because systems that offload state round like its
-                kernels.
+            on_host: True to step on the CPU.
             rules: Only the dtype of masters and the target's rule, for optimizer `own`, are used.
 
         Raises:
@@ -186,7 +181,8 @@ class Stepper:
             for name, param in params.items()
         }
         self._stepped = self.masters
-        # CPU copies are stepped, and written back after each step.
+        # Systems that offload state round like CPU kernels. So CPU copies are stepped, and written
+        # back after each step.
         if on_host:
             self._stepped = {name: master.to("cpu") for name, master in self.masters.items()}
         self._optimizer = build_optimizer(spec, masters=self._stepped, own=self._own)
@@ -333,7 +329,8 @@ class Stepper:
         return fork
 
     def __deepcopy__(self, memo: object) -> Stepper:
-        """Return a fork, because deepcopy of an optimizer loses state outside of state_dict()."""
+        """Return a fork."""
+        # deepcopy of an optimizer loses state that state_dict() does not contain.
         return self.fork()
 
     def settings(self) -> dict[str, dict[str, object]]:
@@ -368,12 +365,7 @@ def pick(tensor: Tensor, index: Tensor) -> Tensor:
 
 
 def same_elements(first: Tensor, second: Tensor) -> Tensor:
-    """Return True for elements that are equal in two tensors; NaN equals NaN.
-
-    Args:
-        first: Any shape and dtype.
-        second: Same shape and dtype as `first`.
-    """
+    """Return True for elements that are equal in two tensors of one dtype; NaN equals NaN."""
     return (first == second) | (first.isnan() & second.isnan())
 
 

@@ -173,16 +173,16 @@ class PendingStep:
 
     local: Contributions
     grads: Mapping[str, Tensor]  # each ND, grad dtype
-    """As in `ReferenceStep`."""
+    """See `ReferenceStep`."""
     start: StepStart | None
-    """As in `ReferenceStep`."""
+    """See `ReferenceStep`."""
     flat: Tensor  # 1D, fp32
     """Master gradient before clipping, over the params trained in this step."""
     one_device: Mapping[str, Tensor] | None  # each ND, grad dtype
-    """As in `ReferenceStep`."""
+    """See `ReferenceStep`."""
     measured: Measure
     """Measure of `flat`, without `uncounted` params."""
     order_free: Mapping[str, Tensor] | None  # each ND, bool
-    """As in `ReferenceStep`."""
+    """See `ReferenceStep`."""
     nonzero_fraction: float
     nonfinite: NonFinite | None
