@@ -109,8 +109,7 @@ def wide_ends(norm: Norm, measured: Measure) -> tuple[float, float]:
 
 
 def norm_of_params(grads: Iterable[Tensor]) -> Tensor:
-    """Return the norm of contiguous fp32 gradients, like torch.nn.utils.get_total_norm; 0-D
-    fp32."""
+    """Return contiguous fp32 gradients' norm, like torch.nn.utils.get_total_norm; 0-D fp32."""
     # Both norms are rounded to fp32. Ranks add nothing, so no order can change the result.
     norms = [torch.linalg.vector_norm(grad) for grad in grads]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)

@@ -1,4 +1,4 @@
-"""Models, data and losses by the names that scenarios use, for systems and the reference."""
+"""Models, data and losses for systems and the reference, by their names in scenarios."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`bit-hash`: bare params whose gradients are small multiples of one unit.
+"""`bit-hash`: bare params with gradients that are small multiples of one unit.
 
-The loss is the sum of `c * p` over all elements, so the gradient is `c`: a hash of the param's bits
-and of the micro-batch. A single wrong bit in a param changes its next gradient.
+The loss adds `c * p` over all elements, so the gradient is `c`, a hash of the param's bits and the
+micro-batch. A single wrong bit in a param changes its next gradient.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class HashedParams(nn.Module):
 
 
 class BitHashWorkload:
-    """Bare params with a loss whose factors are hashes of the params' bits."""
+    """Bare params, and a loss with hashes of their bits as factors."""
 
     def __init__(self, scenario: Scenario) -> None:
         """Draw the initial params, N(0, 1), once.
@@ -71,12 +71,12 @@ class BitHashWorkload:
         )
 
     def build(self) -> nn.Module:
-        """Return a fresh `HashedParams`. All ranks have the same share of the budget."""
+        """Return a fresh `HashedParams`, with an equal budget share for every rank."""
         pair, ranks = self._scenario.pair, self._scenario.world.size
         if pair is not None:
             # Both layouts need the same factors.
             ranks = max(ranks, pair.world_size or ranks)
-        # Each contribution gets an equal part, so that the sum of all stays within budget.
+        # Each contribution gets an equal part, so that their sum stays within budget.
         shares = ranks * self._scenario.run.micro_batches
         units_max = max(1, budget_units(self._scenario) // shares)
         return HashedParams(self._bits, units_max=units_max)
@@ -91,7 +91,7 @@ class BitHashWorkload:
         return Batch(inputs=salt, targets=None, row_count=rows_of(scenario, step=step, rank=rank))
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Return the module's output, 0-D, in fp32."""
+        """Return the module's output, 0-D fp32."""
         return module(batch.inputs).float()
 
     def accuracy(self, module: nn.Module) -> float | None:

@@ -42,7 +42,7 @@ class DigitImages:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DigitSplit:
-    """Images for training, and held-out images. Independent of the run's seed."""
+    """Training images and held-out images, independent of the run's seed."""
 
     train: DigitImages
     held_out: DigitImages
@@ -66,9 +66,9 @@ def load_split() -> DigitSplit:
     # Pixels in [0, 1]
     pixels = torch.tensor(values, dtype=torch.float32) / _PIXEL_MAX
     labels = torch.tensor(classes, dtype=torch.int64)
-    # A fixed seed, so that accuracies of all runs are comparable.
+    # A fixed seed, so that accuracies are comparable between runs.
     mixed = torch.randperm(len(labels), generator=generator_of(named_seed(0, "digits-split")))
-    # Every fifth of the shuffled images.
+    # Every fifth shuffled image.
     held = torch.arange(len(labels)) % _HELD_OUT_EVERY == 0
     learn, keep = mixed[~held], mixed[held]
     return DigitSplit(
@@ -91,7 +91,7 @@ class DigitNet(nn.Module):
 
 
 class DigitsWorkload:
-    """Classification of handwritten digits; all micro-batches of a step share out its images."""
+    """Classification of handwritten digits. Micro-batches divide a step's images among them."""
 
     def __init__(self, scenario: Scenario) -> None:
         """Load the images and draw the initial weights, once.
@@ -128,7 +128,7 @@ class DigitsWorkload:
         return Batch(inputs=inputs, targets=train.classes[chosen])
 
     def row_indices(self, *, step: int, rank: int, micro: int) -> Tensor:
-        """Return the indices of a micro-batch's training images, (rows,).
+        """Return a micro-batch's training image indices, (rows,).
 
         An epoch is a fresh permutation cut into whole steps. The remainder is skipped, so that no
         step draws from two permutations. A step larger than the data set wraps around.
@@ -138,13 +138,13 @@ class DigitsWorkload:
         step_rows = self._rows_below(scenario.world.size) * micros
         # Whole steps per epoch.
         epoch, step_in_epoch = divmod(step, max(1, train_rows // step_rows))
-        # With uneven rows, offsets depend on the rows of all ranks before this one.
+        # With uneven rows, offsets depend on all lower ranks' rows.
         earlier_rows = self._rows_below(data_rank(scenario, rank=rank)) * micros
         start = step_in_epoch * step_rows + earlier_rows + micro * rows
         return self._permutation(epoch)[torch.arange(start, start + rows) % train_rows]
 
     def _rows_below(self, rank: int) -> int:
-        """Return the total rows of one micro-batch of every rank below `rank`."""
+        """Return the total rows on ranks below `rank`, with one micro-batch each."""
         data = self._scenario.data
         # As in `rows_of`: rank r has r % 3 more rows.
         extra = sum(other % 3 for other in range(rank)) if data.uneven_rows else 0
@@ -155,7 +155,7 @@ class DigitsWorkload:
         if shuffled is None or shuffled[0] != epoch:
             seed = named_seed(self._scenario.run.seed, "digits-epoch", epoch)
             rows = len(self._split.train.classes)
-            # A single assignment of a pair, so that ranks in parallel threads never see half of it.
+            # A single assignment, so that ranks in parallel threads never see half a pair.
             self._shuffled = shuffled = (epoch, torch.randperm(rows, generator=generator_of(seed)))
         return shuffled[1]
 

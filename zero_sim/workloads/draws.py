@@ -1,6 +1,6 @@
-"""Random numbers of workloads, each drawn from its own generator, named by purpose."""
-# torch's global generator is not used here. So a simulated rank, a real process and the
-# reference draw the same data, in any order of calls.
+"""Random numbers for workloads, from generators that are named by purpose."""
+# torch's global generator is not used here, so a simulated rank, a real process and the reference
+# draw the same data, in any order of calls.
 
 from __future__ import annotations
 
@@ -32,21 +32,14 @@ def data_rank(scenario: Scenario, *, rank: int) -> int:
 
 
 def seed_of(scenario: Scenario, *, step: int, rank: int, micro: int) -> int:
-    """Return the seed for `torch.manual_seed` just before the forward of one micro-batch.
-
-    Args:
-        scenario: Case whose batches are drawn.
-        step: Optimizer step, from 0.
-        rank: Rank that runs the forward.
-        micro: Micro-batch within the step, from 0.
-    """
+    """Return the seed for `torch.manual_seed` just before a micro-batch's forward."""
     # If ranks share rank 0's data, they share its seed too: their gradients must be equal.
     source = data_rank(scenario, rank=rank)
     return named_seed(scenario.run.seed, "forward", step, source, micro)
 
 
 def batch_generator(scenario: Scenario, *, step: int, rank: int, micro: int) -> torch.Generator:
-    """Return the generator for the data of one micro-batch."""
+    """Return the generator for a micro-batch's data."""
     source = data_rank(scenario, rank=rank)
     return generator_of(named_seed(scenario.run.seed, "data", step, source, micro))
 
@@ -63,19 +56,16 @@ def generator_of(seed: int) -> torch.Generator:
 
 def named_seed(seed: int, purpose: str, *indices: int) -> int:
     """Mix a run's seed, a purpose and indices into one 63-bit seed."""
-    # torch's CPU generator keeps only the low 32 bits of a seed. Packing step, rank and
-    # micro-batch into separate bits would lose some of them, and a hash spreads them all.
+    # torch's CPU generator keeps only the low 32 bits of a seed. Packing step, rank and micro-batch
+    # into separate bits would lose some, whereas a hash spreads them all.
     text = f"{purpose}:{seed}:" + ",".join(map(str, indices))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def rows_of(scenario: Scenario, *, step: int, rank: int) -> int:
-    """Return the rows of a micro-batch of `rank`: equal for all ranks, or up to two more.
+    """Return the rows in a micro-batch on `rank`: equal for all ranks, or up to two more.
 
-    Args:
-        scenario: Case whose batches are drawn.
-        step: Optimizer step, from 0. The last step of an epoch has half as many rows.
-        rank: Rank of the micro-batch.
+    The last step in an epoch has half as many rows.
     """
     data = scenario.data
     is_last = data.epoch_steps is not None and (step + 1) % data.epoch_steps == 0
@@ -86,7 +76,7 @@ def rows_of(scenario: Scenario, *, step: int, rank: int) -> int:
 
 def plant_nan(inputs: Tensor, *, scenario: Scenario, step: int, rank: int, micro: int) -> Tensor:
     """Write the scenario's NaN or infinity, if any, into an element, in place."""
-    # For the given rank only, even if all ranks otherwise share rank 0's data.
+    # Only on the scenario's rank, even if all ranks otherwise share rank 0's data.
     nan = scenario.data.nan
     if nan is None or (nan.step, nan.rank, nan.micro_batch) != (step, rank, micro):
         return inputs

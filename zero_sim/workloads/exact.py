@@ -1,12 +1,12 @@
-"""Common parts of the exact workloads: a budget of units, and a hash of a param's bits.
+"""Common parts of exact workloads: a budget of units, and a hash over a param's bits.
 
 [Note: budgets]
-Multiples of one unit add without rounding, in every order, if they stay within a budget: the
-positive ones together and the negative ones together are at most `2 ** p` units. `p` is the number
-of bits of a significand. Every partial sum is then a representable multiple. An exact workload
-keeps its gradients within this budget, over all ranks and micro-batches of a step. So its reduced
-gradient does not depend on the summation order. The reference does not trust this and certifies
-each element of each step.
+Multiples of one unit add without rounding in every order if they stay within a budget: all positive
+terms together, and all negative terms together, are at most `2 ** p` units, where `p` counts
+significand bits. Every partial sum is then a representable multiple. An exact workload keeps its
+gradients within this budget, over all ranks and micro-batches in a step. So its reduced gradient
+does not depend on the summation order. The reference does not trust this, and certifies each
+element in each step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from zero_sim.scenario.spec import DtypeName, ModelName, Scenario
 
 EXACT_MODELS: frozenset[ModelName] = frozenset({"bit-hash", "ternary"})
-"""Models that claim a reduced gradient independent of the summation order."""
+"""Models that promise a reduced gradient that is the same in every summation order."""
 
 # With the implicit leading bit.
 _SIGNIFICAND_BITS: Final[Mapping[DtypeName, int]] = {"fp32": 24, "bf16": 8, "fp16": 11}
@@ -28,7 +28,7 @@ _MASK = 0xFFFFFFFF
 
 
 def budget_units(scenario: Scenario) -> int:
-    """Return the units of either sign that a step may add per element; see [Note: budgets]."""
+    """Return the units that a step may add per element and sign; see [Note: budgets]."""
     return 2 ** _SIGNIFICAND_BITS[scenario.model.dtype]
 
 
@@ -43,9 +43,9 @@ def hash_bits(values: Tensor, *, salt: int) -> Tensor:
         1D int64, from 0 to 2**32 - 1. A single flipped bit changes the whole hash of its element.
     """
     integer = torch.int16 if values.element_size() == 2 else torch.int32
-    # The bits as numbers without sign.
+    # The bits as unsigned numbers.
     mixed = values.detach().contiguous().view(integer).long() & _MASK
-    # The position, so that elements that trade places are noticed.
+    # Mix in the position, so that elements that trade places are noticed.
     mixed = mixed ^ (torch.arange(len(mixed), device=mixed.device) * 0x9E3779 & _MASK) ^ salt
     # The factor has 27 bits, so products fit into 64.
     for _ in range(2):
@@ -58,7 +58,7 @@ class HashedTernary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
-        """Return a tensor of the weight's shape and dtype."""
+        """Return a tensor with the weight's shape and dtype."""
         # Salt 0, so that the hash depends on bits and position only.
         hashes = hash_bits(weight.reshape(-1), salt=0)
         return (hashes % 3 - 1).to(weight.dtype).view(weight.shape)
@@ -70,7 +70,7 @@ class HashedTernary(torch.autograd.Function):
 
 
 class Clamped(torch.autograd.Function):
-    """Clamp values to [-1, 1], and their gradient too (not masked), so that both stay small."""
+    """Clamp values to [-1, 1], and gradients too (unmasked), so that both stay small."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""`fp8`: the blocks of `mlp` with weight matrices in fp8, and a scale for each.
+"""`fp8`: the blocks of `mlp` with fp8 weight matrices, each with a scale.
 
-A weight `X` is a param of fp8 values. It represents `X * X_scale`, with the scale in a 0-D fp32
-buffer. A trainer finds the scale by this name, steps the product and writes both. The gradient of
-the param is that of the product, in `X.grad_dtype`.
+A weight `X` is an fp8 param. It represents `X * X_scale`, where the scale is a 0-D fp32 buffer. A
+trainer finds the scale by this name, steps the product and writes both. The param's gradient is the
+product's gradient, in `X.grad_dtype`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from zero_sim.workloads.mlp import MlpWorkload
 from zero_sim.workloads.protocol import Batch
 
 SCALE_SUFFIX = "_scale"
-"""Suffix of a scale's name, after the name of its param."""
+"""Suffix that turns a param's name into its scale's name."""
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _EXPANSION = 4
-# Formats of the up and down projections.
+# Formats for the up and down projections.
 _FORMATS = {
     "e4m3": (torch.float8_e4m3fn, torch.float8_e4m3fn),
     "e5m2": (torch.float8_e5m2, torch.float8_e5m2),
@@ -35,7 +35,7 @@ _FORMATS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Bits:
-    """The initial weights of one layer; `Fp8Affine` copies them."""
+    """A layer's initial weights; `Fp8Affine` copies them."""
 
     weight: Tensor  # 2D (out, in), fp8
     scale: Tensor  # 0D fp32
@@ -43,7 +43,7 @@ class Fp8Bits:
 
 
 class _Dequantize(torch.autograd.Function):
-    """`values * scale`, rounded to a dtype; passes its gradient to the values unchanged."""
+    """`values * scale`, rounded to a dtype. Backward passes the gradient on unchanged."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -57,9 +57,9 @@ class _Dequantize(torch.autograd.Function):
 
 
 class Fp8Affine(nn.Module):
-    """`y = x @ (weight * weight_scale).T + bias`, computed in the dtype of the bias."""
+    """`y = x @ (weight * weight_scale).T + bias`, computed in the bias dtype."""
 
-    weight: nn.Parameter  # 2D (out, in), fp8; its gradient has the dtype of the bias
+    weight: nn.Parameter  # 2D (out, in), fp8; its gradient has the bias dtype
     weight_scale: Tensor  # 0D fp32
     bias: nn.Parameter  # 1D (out,)
 
@@ -91,13 +91,13 @@ class Fp8Block(nn.Module):
 
 
 class Fp8Workload:
-    """The task of `mlp`, with weights in fp8 and biases in the working dtype."""
+    """The `mlp` task, with fp8 weights and biases in the working dtype."""
 
     def __init__(self, scenario: Scenario) -> None:
         """Draw the initial weights, once.
 
         Args:
-            scenario: Uses the settings of `mlp`, and `model.fp8_format`.
+            scenario: Uses the same settings as `mlp`, and `model.fp8_format`.
         """
         self._mlp = MlpWorkload(scenario)
         generator, dtype = weight_generator(scenario), working_dtype(scenario.model.dtype)
@@ -107,7 +107,7 @@ class Fp8Workload:
 
         def draw(inputs: int, outputs: int, fp8: torch.dtype) -> Fp8Bits:
             bits = draw_linear(generator, inputs=inputs, outputs=outputs, dtype=torch.float32)
-            # Not a power of two: trainers must handle any scale that a module comes with.
+            # Not a power of two, because trainers must handle any initial scale.
             scale = bits.weight.abs().amax() / torch.finfo(fp8).max
             return Fp8Bits(
                 weight=(bits.weight / scale).to(fp8), scale=scale, bias=bits.bias.to(dtype)

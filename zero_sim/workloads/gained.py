@@ -1,4 +1,4 @@
-"""`model.buffer`: a workload whose module has a buffer, read by its forward."""
+"""`model.buffer`: a workload with a module whose forward reads a buffer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero_sim.workloads.protocol import Batch, Workload
 
 
 class GainedWorkload:
-    """Another workload, with the outputs of its module multiplied by a buffer `gain`."""
+    """Another workload, whose module's outputs are multiplied by a buffer `gain`."""
 
     def __init__(self, workload: Workload, scenario: Scenario) -> None:
         """Draw the buffer once: 0-D, from 0.5 to 1.5.
@@ -31,28 +31,28 @@ class GainedWorkload:
 
     def build(self) -> nn.Module:
         """Return a fresh module of the same class, except for its forward."""
-        # A subclass, not a wrapper, so that names of params stay the same.
+        # A subclass, not a wrapper, so that param names stay the same.
         module = self._inner.build()
         module.__class__ = _gained(type(module))
         module.register_buffer("gain", self._gain.clone(), persistent=self._persistent)
         return module
 
     def batch(self, *, step: int, rank: int, micro: int) -> Batch:
-        """Return the batch of the wrapped workload."""
+        """Return the wrapped workload's batch."""
         return self._inner.batch(step=step, rank=rank, micro=micro)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Return the loss of the multiplied outputs."""
+        """Return the loss on the multiplied outputs."""
         return self._inner.loss(module, batch)
 
     def accuracy(self, module: nn.Module) -> float | None:
-        """Return the accuracy of the multiplied outputs."""
+        """Return the accuracy on the multiplied outputs."""
         return self._inner.accuracy(module)
 
 
 @cache
 def _gained(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of a class of modules that multiplies outputs by `gain`."""
+    """Return a module class's subclass that multiplies outputs by `gain`."""
 
     # Cached, so that all modules of a class share their subclass.
     class Gained(kind):

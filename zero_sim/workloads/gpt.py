@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Embeddings, blocks with the first used twice, a norm, and the embedding as head."""
+    """Embeddings, blocks (the first is used twice), a norm, and the embedding as head."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Gpt(nn.Module):
         self.positions = nn.Embedding(POSITIONS, tokens.shape[1], _weight=positions)
         self.layers = nn.ModuleList(layers)
         self.norm = norm
-        # On the meta device, because the next line replaces its weight by the embedding's.
+        # On the meta device, because the next line replaces its weight with the embedding's.
         self.head = nn.Linear(tokens.shape[1], len(tokens), bias=False, device="meta")
         self.head.weight = self.tokens.weight
 
@@ -109,7 +109,7 @@ class GptWorkload:
         shape = (VOCABULARY + POSITIONS, hidden)
         embeddings = torch.randn(shape, generator=generator).to(self._dtype)
         self._embeddings = embeddings.split([VOCABULARY, POSITIONS])
-        # Layers of each block: query-key-value, output, inner.
+        # Layers per block: query-key-value, output, inner.
         self._blocks = tuple(
             tuple(
                 draw_linear(generator, inputs=hidden, outputs=outputs, dtype=self._dtype)
@@ -144,7 +144,7 @@ class GptWorkload:
         return Batch(inputs=inputs.clone(), targets=targets, extra=(weights,))
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean of the weighted cross-entropies, in fp32."""
+        """Return the mean weighted cross-entropy, in fp32."""
         assert batch.targets is not None
         # [rows x positions, vocabulary]
         logits = module(batch.inputs).float().flatten(0, 1)

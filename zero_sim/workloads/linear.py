@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearBits:
-    """The initial weights of one layer."""
+    """A layer's initial weights."""
 
     weight: Tensor  # 2D (out, in)
     bias: Tensor  # 1D (out,)
@@ -19,8 +19,8 @@ class LinearBits:
 
 def build_linear(bits: LinearBits) -> nn.Linear:
     """Return a fresh layer with copies of `bits` as its params."""
-    # The constructor would draw initial values from the global generator, at more than the cost of
-    # a copy.
+    # The constructor would draw initial values from the global generator, which costs more than a
+    # copy.
     layer = nn.Linear.__new__(nn.Linear)
     nn.Module.__init__(layer)
     # Attributes that the constructor would set.

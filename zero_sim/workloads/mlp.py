@@ -1,4 +1,4 @@
-"""`mlp`: residual MLP blocks on random data, a usual toy model for sharded optimizers."""
+"""`mlp`: residual MLP blocks on random data, the usual toy model for sharded optimizers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EXPANSION = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockBits:
-    """The initial weights of one block."""
+    """A block's initial weights."""
 
     up: LinearBits
     down: LinearBits
@@ -68,7 +68,7 @@ class MlpWorkload:
 
     def build(self) -> nn.Module:
         """Return the blocks in order; the params start with `0.up.weight`, `0.up.bias`."""
-        # The same names with and without checkpoints: both are sequences of blocks.
+        # Param names are the same with and without checkpoints, because both are block sequences.
         blocks = map(ResidualBlock, self._blocks)
         how = self._scenario.model.recompute
         return nn.Sequential(*blocks) if how == "none" else RecomputedBlocks(*blocks, recompute=how)

@@ -1,9 +1,9 @@
 """`moe`: a small mixture of experts between two dense layers, with one expert per token.
 
-Each rank has a share of the experts and routes its tokens to these only. Real systems exchange
-tokens, so that each token can reach all experts. That is omitted, because it does not affect the
-optimizer. The optimizer sees gradients of dense params from all ranks, gradients of experts from
-the ranks that have them, and experts with few tokens or none.
+Each rank has a share of the experts and routes its tokens only to these. Real systems exchange
+tokens, so that each token can reach all experts. This is omitted, because it does not affect the
+optimizer. The optimizer sees dense gradients from all ranks, expert gradients from the ranks that
+have the expert, and experts with few tokens or none.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class MoeNet(nn.Module):
         first: Layer before the experts.
         last: Layer after the experts.
         router: 2D (hidden, all experts), fp32.
-        experts: Local experts, by their index among all.
-        recompute: Checkpoint of each expert.
+        experts: Local experts by global index.
+        recompute: Checkpoint kind for each expert.
     """
 
-    router: nn.Parameter  # 2D (hidden, all experts), fp32 whatever the others are
+    router: nn.Parameter  # 2D (hidden, all experts), always fp32
 
     def __init__(
         self,
@@ -74,14 +74,14 @@ class MoeNet(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Map `inputs` (tokens, hidden) to the same shape.
 
-        A token goes to the local expert with the highest score (the first of equals). Its output is
-        weighted by the softmax over local scores.
+        A token goes to the local expert with the highest score (the first if scores tie). The
+        expert's output is weighted by the softmax over local scores.
         """
         x = torch.tanh(self.up(inputs))
         # In fp32, as routers usually are.
         gates = (x.float() @ self.router)[:, self._numbers].softmax(dim=-1)
         gate, chosen = gates.max(dim=-1)
-        # [tokens, hidden]; each row is written by one expert.
+        # [tokens, hidden]; exactly one expert writes each row.
         mixed = torch.zeros_like(x)
         for place, expert in enumerate(self.experts.values()):
             # Experts without tokens are called too, as after an exchange that left them none.
@@ -96,7 +96,7 @@ class MoeWorkload:
     """A mixture that regresses random targets on random tokens, all N(0, 1)."""
 
     def __init__(self, scenario: Scenario) -> None:
-        """Draw the initial weights of all experts, once.
+        """Draw all experts' initial weights, once.
 
         Args:
             scenario: Uses `model.hidden`, `model.experts`, `model.dtype`, `model.recompute`,
@@ -125,11 +125,11 @@ class MoeWorkload:
         self._experts = [draw() for _ in range(count)]
 
     def build(self) -> nn.Module:
-        """Return the module of expert-parallel index 0; with `ep` = 1 the whole model."""
+        """Return the module for expert-parallel index 0; with `ep` = 1, the whole model."""
         return self.build_share(0)
 
     def build_share(self, expert_index: int) -> nn.Module:
-        """Return the module with one share of the experts, `experts.<i>.linear` each."""
+        """Return the module with one share of the experts, `experts.<i>.linear`."""
         start = expert_index * self._share
         return MoeNet(
             first=self._first,

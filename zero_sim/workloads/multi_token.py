@@ -1,12 +1,12 @@
 """`multi-token`: a language model with a second loss, for the token after the next.
 
-Both terms are means over the rank's own tokens, so context parallelism splits them alike: each rank
-has the tokens of its part of a sequence. A mean over all ranks weights both terms as a single
+Both terms are means over the rank's own tokens. Context parallelism splits both alike, because each
+rank has its own part of every sequence. So a mean over all ranks weights both terms as a single
 device does. A system that scales the main loss by the number of context-parallel ranks must scale
 the second loss too. Megatron-LM does not (issues 3943 and 3959).
 
 Multi-token prediction follows "DeepSeek-V3 Technical Report", section 2.2: a further layer on top
-of the trunk, the same head, and a loss with a weight.
+of the trunk, the same head, and a weighted loss.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from zero_sim.workloads.protocol import Batch, total_loss
 
 VOCABULARY, POSITIONS = 5, 3
 SECOND_WEIGHT = 0.5
-"""Factor of the second loss; a power of two, so it does not round."""
+"""Factor for the second loss; a power of two, so it does not round."""
 
 
 class MultiToken(nn.Module):
-    """An embedding, a layer, and a head that reads both this layer and a further one after it."""
+    """An embedding, a layer, a further layer after it, and a head that reads both layers."""
 
     def __init__(self, tokens: Tensor, layers: tuple[LinearBits, LinearBits, LinearBits]) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class MultiToken(nn.Module):
 
 
 class MultiTokenWorkload:
-    """A language model that predicts two random tokens from each random token."""
+    """A language model that predicts two random tokens from each token."""
 
     def __init__(self, scenario: Scenario) -> None:
         """Draw the initial weights, once.
@@ -85,10 +85,10 @@ class MultiTokenWorkload:
         return Batch(inputs=drawn[0].clone(), targets=drawn[1:].clone(), extra=(weights,))
 
     def terms(self, module: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the means of the weighted cross-entropies of both tokens, in fp32."""
+        """Return the mean weighted cross-entropy for each of both tokens, in fp32."""
         assert batch.targets is not None
         logits = module(batch.inputs).float().flatten(0, 2)
-        # The order of the logits: all next tokens, then all second ones.
+        # Like the logits: all next tokens, then all second tokens.
         losses = functional.cross_entropy(logits, batch.targets.flatten(), reduction="none")
         first, second = (losses * batch.extra[0].flatten()).chunk(2)
         return first.mean(), second.mean() * SECOND_WEIGHT

@@ -1,7 +1,7 @@
-"""`own:NAME`: a model, data and loss from a target.
+"""`own:NAME`: a target's own model, data and loss.
 
-A scenario only names it and imports nothing. `make_known` registers it when its target is judged.
-Systems and the reference each build it, so its functions must be pure.
+A scenario only contains the name and imports nothing. `make_known` registers the model when its
+target is judged. Systems and the reference each build it, so its functions must be pure.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _CHECKED_MAX = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OwnModel:
-    """A model from a target, an entry of `Target.models`.
+    """A target's own model, an entry in `Target.models`.
 
     Its functions must be pure, because system and reference call them in any order and need equal
-    bits for equal arguments.
+    bits from equal arguments.
 
         OwnModel(
             build=lambda: nn.Linear(3, 2),
@@ -46,13 +46,13 @@ class OwnModel:
 
     build: Callable[[], nn.Module]
     """Builds a fresh module. torch's global generator is seeded before each call, so default
-    initialisation works. The module is trained in fp32 as it is, or cast to `model.dtype`."""
+    initialisation works. The module is trained as built, in fp32, or cast to `model.dtype`."""
     batch: Callable[[torch.Generator, int], tuple[Tensor, ...] | Tensor]
-    """Draws a micro-batch from a generator, given its number of rows."""
+    """Draws a micro-batch, given a generator and the number of rows."""
     loss: Callable[..., Tensor | tuple[Tensor, Tensor]]
-    """Returns the 0-D loss of a module on the tensors of a micro-batch, a mean over rows. A second
-    term is optional; systems may scale it separately (`Numerics.scale_second`). It may only call
-    the module, because a system may wrap it."""
+    """Returns the 0-D loss, a mean over rows, given the module and a micro-batch's tensors. It may
+    also return a second term, which systems may scale separately (`Numerics.scale_second`). It may
+    only call the module, because a system may wrap it."""
 
 
 # Filled by targets, because a scenario imports nothing.
@@ -60,13 +60,13 @@ _KNOWN: dict[OwnModelName, OwnModel] = {}
 
 
 def make_known(models: Mapping[OwnModelName, OwnModel]) -> None:
-    """Register models by name; a new model replaces an earlier one of that name."""
+    """Register models by name, replacing earlier models with equal names."""
     _KNOWN.update(models)
 
 
 @contextmanager
 def known_while(models: Mapping[OwnModelName, OwnModel]) -> Iterator[None]:
-    """Enter models for a while, so that no fuzzer draws them afterwards."""
+    """Register models for a while, so that no fuzzer draws them afterwards."""
     make_known(models)
     try:
         yield
@@ -81,7 +81,7 @@ def known_models() -> tuple[OwnModelName, ...]:
 
 
 def own_model(name: OwnModelName) -> OwnModel:
-    """Return the model of a name.
+    """Return a registered model.
 
     Raises:
         UsageError: No target has registered it.
@@ -95,17 +95,17 @@ def own_model(name: OwnModelName) -> OwnModel:
 
 
 class OwnWorkload:
-    """The workload of a target's own model."""
+    """Workload for a target's own model."""
 
     def __init__(self, scenario: Scenario, own: OwnModel) -> None:
-        """Build a first module, to compare all others with.
+        """Build a first module, with which all others are compared.
 
         Args:
             scenario: Uses `model.name`, `model.dtype`, `data` and `run.seed`.
             own: The model.
 
         Raises:
-            UsageError: A function of the model raises, is not pure, or returns an unexpected type.
+            UsageError: A model function raises, is not pure, or returns an unexpected type.
         """
         self._scenario = scenario
         self._own = own
@@ -123,7 +123,7 @@ class OwnWorkload:
         """Return a fresh module.
 
         Raises:
-            UsageError: It differs from the first one.
+            UsageError: It differs from the first module.
         """
         module = self._made()
         # System and reference must start from equal bits.
@@ -135,7 +135,7 @@ class OwnWorkload:
         return module
 
     def batch(self, *, step: int, rank: int, micro: int) -> Batch:
-        """Return the tensors in `inputs` and `extra`, floating ones in the working dtype.
+        """Return the tensors as `inputs` and `extra`, with floating tensors in the working dtype.
 
         If no tensor is floating, `targets` is a loss factor of 1, which can hold a planted NaN.
         """
@@ -161,7 +161,7 @@ class OwnWorkload:
         return tuple(terms)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Return the model's loss, in fp32: the sum of its terms."""
+        """Return the model's fp32 loss, the sum of its terms."""
         return total_loss(self.terms(module, batch))
 
     def accuracy(self, module: nn.Module) -> float | None:
@@ -177,7 +177,7 @@ def _theirs(expected: str) -> Iterator[None]:
     # It already names its function.
     except UsageError:
         raise
-    # Functions of users may raise anything.
+    # Users' functions may raise anything.
     except Exception as error:
         raise UsageError(f"expected {expected}, got {type(error).__name__}: {error}.") from error
 
@@ -219,12 +219,12 @@ def _terms(loss: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return params and buffers, with tied ones under each name."""
+    """Return params and buffers, with tied params under each name."""
     return dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers()))
 
 
 def _difference(first: nn.Module, other: nn.Module) -> str:
-    """Describe why a module is no fresh copy of another; empty if it is."""
+    """Describe why a module is not a fresh, equal copy; empty if it is."""
     if first is other:
         return "the same module again"
     before, now = _tensors(first), _tensors(other)
@@ -252,11 +252,7 @@ def _is_loss(each: object) -> bool:
 
 @lru_cache(maxsize=_CHECKED_MAX)
 def _check_functions(own: OwnModel, name: str, dtype: torch.dtype) -> None:
-    """Check that `batch` and `loss` are pure, on two rows.
-
-    Raises:
-        UsageError: They are not, or `loss` returns no loss.
-    """
+    """Check on two rows that `batch` and `loss` are pure, and that `loss` returns a loss."""
     module = _build(own, name, dtype=dtype, seed=0)
     # Equal generators must give equal draws.
     one, two = (_draw(own, name, generator_of(0), rows=2, dtype=dtype) for _ in range(2))

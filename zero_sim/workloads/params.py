@@ -1,9 +1,9 @@
-"""`params`: bare params of any shapes, including scalars and params without elements.
+"""`params`: bare params with any shapes, including scalars and params without elements.
 
-The loss is a sum over params of `c * p * p / 2 + d * p` with random `c` and `d`. Its gradient is
-`c * p + d`, which depends on the param, step, rank and micro-batch, so stale or misplaced values
-show. Params may have a second name, and then occur in two terms. They may also be omitted from some
-or all micro-batches, and then have no gradient from these losses.
+The loss adds `c * p * p / 2 + d * p` over all params, with random `c` and `d`. Its gradient,
+`c * p + d`, depends on param, step, rank and micro-batch, so stale or misplaced values show. A
+param with a second name occurs in two terms. A param that some micro-batches omit gets no gradient
+from them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from zero_sim.workloads.protocol import Batch, share_of
 class BareParams(nn.Module):
     """Params `p0`, `p1`, ... and nothing else; forward is the loss itself.
 
-    Tied params occur again in a module `again`: `again.p0` is the same param as `p0`. If nested,
-    `p0` is `m0.p0`, and `again` is a sibling of `m0`.
+    A module `again` contains tied params: `again.p0` is the same param as `p0`. If nested, `p0` is
+    `m0.p0`, and `again` is a sibling of `m0`.
     """
 
     def __init__(self, bits: tuple[Tensor, ...], *, model: ModelSpec) -> None:
@@ -58,12 +58,11 @@ class BareParams(nn.Module):
         """Return the 0-D loss.
 
         Args:
-            factors: (2, elements): `c` and `d` of all params, in order, followed by those of tied
-                params under their second names.
-            unread: Names of params to omit.
-            skipped: Names in `unread` whose own modules are not called.
+            factors: (2, elements): `c` and `d` for all params in order, then for second names.
+            unread: Params to omit.
+            skipped: Params in `unread` whose own modules are not called.
         """
-        # Factors of the first names, then of the second ones.
+        # Factors for first names, then for second names.
         first, second = factors.tensor_split([sum(self._elems.values())], dim=1)
         terms: list[Tensor] = []
         # The order decides which use of a tied param comes first in backward.
@@ -72,7 +71,7 @@ class BareParams(nn.Module):
         if self._nested:
             parts = first.split(list(self._elems.values()), dim=1)
             for index, (name, part) in enumerate(zip(self._elems, parts, strict=True)):
-                # An omitted call triggers no hooks of the module.
+                # An omitted call triggers none of the module's hooks.
                 if name not in skipped:
                     terms.append(self.get_submodule(f"m{index}")(part, unread=unread))
         else:
@@ -88,13 +87,13 @@ class BareParams(nn.Module):
     def _second_terms(
         self, factors: Tensor, *, unread: Collection[str], skipped: Collection[str]
     ) -> list[Tensor]:
-        """Return the terms of the second names; none if all of these are skipped."""
+        """Return the second names' terms; none if all are skipped."""
         is_called = not self._tied <= set(skipped)
         return [self.again(factors, unread=unread)] if is_called else []
 
 
 class SomeParams(nn.Module):
-    """Some of the params; forward is their part of the loss. Tied params occur here again."""
+    """Some params; forward is their part of the loss. Tied params occur here again."""
 
     def __init__(self, params: dict[str, nn.Parameter]) -> None:
         super().__init__()
@@ -103,7 +102,7 @@ class SomeParams(nn.Module):
             self.register_parameter(name, param)
 
     def forward(self, factors: Tensor, *, unread: Collection[str] = ()) -> Tensor:
-        """Return the 0-D sum; arguments as for `BareParams.forward`, for these params only."""
+        """Return the 0-D sum; arguments as for `BareParams.forward`, but only for these params."""
         return _add_terms(self, self._elems, factors, unread=unread)
 
 
@@ -131,15 +130,15 @@ def _add_terms(
 
 
 class ParamsWorkload:
-    """Bare params with a loss that is quadratic in each of them."""
+    """Bare params with a quadratic loss."""
 
     def __init__(self, scenario: Scenario) -> None:
         """Draw the initial params, N(0, 1), once.
 
         Args:
-            scenario: Uses `model`, `data` and `run.seed`. All rows of a micro-batch share its
-                factors, so only their number matters. Without shapes the module has no params, and
-                trainers must refuse it.
+            scenario: Uses `model`, `data` and `run.seed`. A micro-batch's rows share their factors,
+                so only their number matters. Without shapes the module has no params, and trainers
+                must refuse it.
         """
         self._scenario = scenario
         self._dtype = working_dtype(scenario.model.dtype)
@@ -163,14 +162,14 @@ class ParamsWorkload:
         factors = torch.randn((2, self._elems), generator=generator).to(self._dtype)
         plant_nan(factors, scenario=self._scenario, step=step, rank=rank, micro=micro)
         rows = rows_of(self._scenario, step=step, rank=rank)
-        # Skipped params are omitted by every micro-batch of the step.
+        # Every micro-batch in the step omits skipped params.
         skipped = skipped_at(self._scenario.model, step=step)
         unread = unread_by(self._scenario.model, rank=rank, micro=micro) | skipped
         return Batch(inputs=factors, targets=None, row_count=rows, unread=unread, skipped=skipped)
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Return the module's output, 0-D, in fp32: a mean over rows, or a sum of rows."""
-        # Extra arguments only if needed: a system may replace the module by one without them.
+        """Return the module's output, 0-D fp32: a mean or a sum over rows."""
+        # Extra arguments only if needed, because a system's wrapper may not take them.
         named = {"unread": batch.unread, "skipped": batch.skipped} if batch.unread else {}
         loss = module(batch.inputs, **named).float()
         if self._scenario.data.loss == "sum":

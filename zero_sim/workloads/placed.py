@@ -1,4 +1,4 @@
-"""A workload on another device, with its module and batches moved there."""
+"""A workload whose module and batches are moved to another device."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from zero_sim.workloads.protocol import (
 
 
 def on_device(workload: Workload, device: str) -> Workload:
-    """Return a workload whose module and batches are on a device, though drawn on the CPU.
+    """Return a workload with module and batches on a device. Values are still drawn on the CPU.
 
     Args:
         workload: Workload to move.
-        device: Name, such as `cpu` or `cuda`; without an index, the process's current device.
+        device: Name, such as `cpu` or `cuda`. Without an index, the process's current device.
 
     Raises:
         EnvironmentProblem: The device does not exist here.
@@ -38,7 +38,7 @@ def on_device(workload: Workload, device: str) -> Workload:
 
 
 class _Placed:
-    """Moves the modules and batches of another workload."""
+    """Moves another workload's modules and batches."""
 
     def __init__(self, inner: Workload, device: torch.device) -> None:
         self._inner = inner
@@ -71,7 +71,7 @@ class _Placed:
         """Move a module; params that share memory still do, on any device."""
         moved: dict[nn.Parameter, nn.Parameter] = {}
         for part in module.modules():
-            # Entries of each module, because parameters() yields tied params only once.
+            # Module entries, because parameters() yields tied params only once.
             for name, param in part._parameters.items():
                 if param is not None:
                     if param not in moved:
@@ -83,8 +83,8 @@ class _Placed:
 
 def _copy_of(param: nn.Parameter, device: torch.device) -> nn.Parameter:
     """Return a param on a device, with its attributes."""
-    # `module.to` moves params in place only to CUDA. Elsewhere it makes a new param for each
-    # name, without the dtype of gradients.
+    # `module.to` moves params in place only to CUDA. Elsewhere it makes a new param for each name,
+    # and loses the gradient dtype.
     copy = nn.Parameter(param.detach().to(device), requires_grad=param.requires_grad)
     copy.__dict__.update(param.__dict__)
     copy.grad_dtype = param.grad_dtype
@@ -92,7 +92,7 @@ def _copy_of(param: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 class _PlacedExperts(_Placed):
-    """As `_Placed`, for a workload whose module differs between ranks."""
+    """`_Placed` for a workload whose module differs between ranks."""
 
     def build_share(self, expert_index: int) -> nn.Module:
         assert has_experts(self._inner)
@@ -100,7 +100,7 @@ class _PlacedExperts(_Placed):
 
 
 class _PlacedParts(_Placed):
-    """As `_Placed`, for a workload whose module is split over tensor-parallel ranks."""
+    """`_Placed` for a workload whose module is split over tensor-parallel ranks."""
 
     def build_part(self, tp_index: int) -> nn.Module:
         assert is_split(self._inner)

@@ -1,7 +1,7 @@
-"""`positional`: `weight * x + position`, where autograd passes one gradient tensor to two terms.
+"""`positional`: `weight * x + position`, for which autograd passes one gradient to two terms.
 
-Without a batch dimension nothing is broadcast. So the sum's gradient is the gradient of `position`
-and, in the same memory, that of `weight * x`. A hook that changes it in place changes both.
+There is no batch dimension, so nothing is broadcast. So `position` and `weight * x` get the sum's
+gradient in the same memory. A hook that changes it in place changes both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ POSITIONS = 3
 
 
 class Positional(nn.Module):
-    """A learned factor and a learned position for each element of a sequence."""
+    """A learned factor and a learned position for each sequence element."""
 
     def __init__(self, weight: Tensor, position: Tensor) -> None:
         super().__init__()
@@ -43,8 +43,8 @@ class PositionalWorkload:
         """Draw the initial params, N(0, 1), once.
 
         Args:
-            scenario: Uses `model.hidden`, `model.dtype`, `data` and `run.seed`. All rows of a
-                micro-batch share one sequence, so only their number matters.
+            scenario: Uses `model.hidden`, `model.dtype`, `data` and `run.seed`. A micro-batch's
+                rows share a sequence, so only their number matters.
         """
         self._scenario = scenario
         self._dtype = working_dtype(scenario.model.dtype)

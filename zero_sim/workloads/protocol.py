@@ -1,4 +1,4 @@
-"""Protocol of a workload: module, batches, loss, and optionally an accuracy."""
+"""Workload protocol: module, batches, loss, and optionally an accuracy."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ from zero_sim.scenario.spec import Scenario
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """One micro-batch of one rank.
+    """One rank's micro-batch.
 
-    The tensors belong to the caller. No other call of `Workload.batch` returns the same storage, so
-    a system that overwrites its inputs cannot change the reference's.
+    The tensors belong to the caller: every `Workload.batch` call returns new storage, so a system
+    that overwrites its inputs does not change the reference's.
     """
 
     inputs: Tensor  # ND, first dim rows; in `params`: (2, elements), the factors c and d
-    """Input of the module's forward."""
+    """Forward input."""
     targets: Tensor | None
-    """Targets of the loss; None if it needs none."""
+    """Loss targets; None if the loss needs none."""
     uses: frozenset[str] = frozenset()
     """Params that this micro-batch's forward uses, although others may not."""
     unread: frozenset[str] = frozenset()
     """Params that this micro-batch's forward omits, although others may use them."""
     extra: tuple[Tensor, ...] = ()
-    """Further tensors of a target's own model."""
+    """Further tensors for a target's own model."""
     skipped: frozenset[str] = frozenset()
-    """Params in `unread` whose modules no forward of the step calls."""
+    """Params in `unread` whose modules no forward in the step calls."""
     row_count: int | None = None
     """Number of rows; None for the first dimension of `inputs`."""
 
     @property
     def rows(self) -> int:
-        """Rows (samples) of the loss."""
+        """Rows (samples) in the loss."""
         return self.inputs.shape[0] if self.row_count is None else self.row_count
 
 
 class Workload(Protocol):
-    """A model, its data and its loss: a pure function of one scenario.
+    """A scenario's model, data and loss.
 
     System and reference share it, so it has no state that either could change.
     """
 
     def build(self) -> nn.Module:
-        """Return a fresh module: always the same initial bits, without global random numbers."""
+        """Return a fresh module. Its initial bits do not depend on global random numbers."""
         ...
 
     def batch(self, *, step: int, rank: int, micro: int) -> Batch:
-        """Return one micro-batch: a pure function of the arguments and the scenario."""
+        """Return a micro-batch, which depends only on these arguments and the scenario."""
         ...
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Return the scalar loss. It only calls `module`, so any wrapper will do."""
+        """Return the scalar loss. Only call `module`, because it may be a wrapper."""
         ...
 
     def accuracy(self, module: nn.Module) -> float | None:
@@ -64,10 +64,10 @@ class Workload(Protocol):
 
 
 class ExpertWorkload(Workload, Protocol):
-    """A workload whose module differs between ranks: each has a share of the experts."""
+    """A workload with a different share of the experts on each rank's module."""
 
     def build_share(self, expert_index: int) -> nn.Module:
-        """Return a fresh module, as `build`, with the experts of one expert-parallel index.
+        """Return a fresh module with one expert-parallel index's experts; see `build`.
 
         An expert has the same names on all ranks. Different experts have different names.
         """
@@ -75,30 +75,30 @@ class ExpertWorkload(Workload, Protocol):
 
 
 class SplitWorkload(Workload, Protocol):
-    """A workload whose module is split over tensor-parallel ranks; `build` returns the whole."""
+    """A workload with a module split over tensor-parallel ranks; `build` returns the whole."""
 
     def build_part(self, tp_index: int) -> nn.Module:
-        """Return a fresh module with the parts of one tensor-parallel index.
+        """Return a fresh module with one tensor-parallel index's parts.
 
-        A part has the same names on all ranks. Parts of different indices have different names.
+        A part has the same names on all ranks. Different parts have different names.
         """
         ...
 
 
 class TermsWorkload(Workload, Protocol):
-    """A workload whose loss may have a second term, which a system may scale separately."""
+    """A workload with an optional second loss term, which a system may scale separately."""
 
     def terms(self, module: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the main loss, and a second loss if there is one, each 0-D, from a single forward.
+        """Return the main loss, and any second loss, from a single forward; each 0-D.
 
         `loss` is their sum.
         """
         ...
 
 
-# By one attribute: isinstance() of a protocol looks up all its names, for each module.
+# By a single attribute, because isinstance() with a protocol looks up all its names each time.
 def is_split(workload: Workload) -> TypeGuard[SplitWorkload]:
-    """Return True if the workload's module is split over tensor-parallel ranks."""
+    """Return True if tensor-parallel ranks split the workload's module."""
     return hasattr(workload, "build_part")
 
 
@@ -108,20 +108,14 @@ def has_experts(workload: Workload) -> TypeGuard[ExpertWorkload]:
 
 
 def loss_terms(workload: Workload, module: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
-    """Return the terms of the loss, main loss first, from a single forward.
-
-    Args:
-        workload: The workload.
-        module: Its module, or a wrapper around it.
-        batch: A micro-batch.
-    """
+    """Return the loss terms, main loss first, from a single forward."""
     if hasattr(workload, "terms"):
         return cast(TermsWorkload, workload).terms(module, batch)
     return (workload.loss(module, batch),)
 
 
 def total_loss(terms: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the terms of a loss, each 0-D."""
+    """Return the sum of the loss terms, each 0-D."""
     main, *others = terms
     return main + others[0] if others else main
 
@@ -129,12 +123,9 @@ def total_loss(terms: Sequence[Tensor]) -> Tensor:
 def build_module(
     workload: Workload, *, expert_index: int, tp_index: int | None = None
 ) -> nn.Module:
-    """Return a rank's fresh module. All ranks' modules are equal if nothing is split.
+    """Return a rank's fresh module. If nothing is split, all ranks' modules are equal.
 
-    Args:
-        workload: The workload.
-        expert_index: Expert-parallel index of the rank.
-        tp_index: Tensor-parallel index of the rank; None for a single device with all parts.
+    A `tp_index` of None stands for a single device with all parts.
     """
     # A single device has all parts, so it takes `build` below.
     if tp_index is not None and is_split(workload):
@@ -145,7 +136,7 @@ def build_module(
 
 
 def share_of(loss: Tensor, *, scenario: Scenario) -> Tensor:
-    """Return the loss for a rank's backward: a mean, or a rank's share of it.
+    """Return the loss for a rank's backward: a mean, or the rank's share of it.
 
     Args:
         loss: Mean over the rank's rows, 0D.
@@ -153,6 +144,6 @@ def share_of(loss: Tensor, *, scenario: Scenario) -> Tensor:
     """
     if scenario.data.loss == "mean":
         return loss
-    # Otherwise a rank's share, because ranks' gradients are then summed.
+    # A share, because ranks' gradients are then summed.
     # A tensor, because some devices multiply by the rounded reciprocal of a Python number.
     return loss / loss.new_full((), scenario.world.size)

@@ -12,18 +12,12 @@ from zero_sim.scenario.spec import Recompute
 
 
 def call_block(block: Callable[[Tensor], Tensor], x: Tensor, *, recompute: Recompute) -> Tensor:
-    """Call a block under a checkpoint.
-
-    Args:
-        block: A module or a function.
-        x: Its input.
-        recompute: `none` to keep all activations.
-    """
+    """Call a block under a checkpoint; with `none`, keep all activations."""
     # Without gradients no activations are kept anyway.
     if recompute == "none" or not torch.is_grad_enabled():
         return block(x)
     if recompute == "reentrant" and not x.requires_grad:
-        # Without an input that requires a gradient, such a checkpoint gives none to its params.
+        # If no input requires a gradient, a reentrant checkpoint gives its params none.
         x = x.detach().requires_grad_()
     return checkpoint(block, x, use_reentrant=recompute == "reentrant")
 
@@ -33,7 +27,7 @@ class RecomputedBlocks(nn.Sequential):
 
     Args:
         blocks: Each maps a tensor to a tensor.
-        recompute: Kind of checkpoint.
+        recompute: Checkpoint kind.
     """
 
     def __init__(self, *blocks: nn.Module, recompute: Recompute) -> None:
@@ -49,7 +43,7 @@ class RecomputedBlocks(nn.Sequential):
 
 
 def keep_activations(module: nn.Module) -> nn.Module:
-    """Make a module keep all activations. That changes no bit of its results."""
+    """Make a module keep all activations. This changes no bit in its results."""
     # torch.autograd.grad, which the reference calls, refuses reentrant checkpoints.
     for part in module.modules():
         if hasattr(part, "recompute"):

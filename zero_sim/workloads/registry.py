@@ -1,4 +1,4 @@
-"""Registry of workloads, by the name of a model in a scenario."""
+"""Workloads by a scenario's model name."""
 
 from __future__ import annotations
 
@@ -37,12 +37,9 @@ _WORKLOADS: Mapping[AnyModelName, tuple[str, str]] = {
 def build_workload(scenario: Scenario) -> Workload:
     """Build a scenario's workload, and draw its initial weights.
 
-    Args:
-        scenario: A valid scenario.
-
     Raises:
         EnvironmentProblem: The workload needs an optional package that is not installed.
-        UsageError: The model is a target's own, and no target has registered it, or it is not pure.
+        UsageError: The model is a target's own, but is not registered or not pure.
     """
     model = scenario.model.name
     if is_own_model(model):
@@ -58,8 +55,8 @@ def build_workload(scenario: Scenario) -> Workload:
 
 
 def params_of(model: ModelSpec) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return names and shapes of a model's params, of all ranks, in registration order."""
-    # Bare params: the shapes are in the scenario.
+    """Return names and shapes of all ranks' params, in registration order."""
+    # Bare params have their shapes in the scenario.
     if model.shapes is not None:
         return tuple(
             (f"m{index}.p{index}" if model.nested else f"p{index}", shape)
@@ -72,7 +69,7 @@ def params_of(model: ModelSpec) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 @lru_cache(maxsize=_MODELS_KEPT)
 def _built(model: ModelSpec, own: OwnModel | None) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return names and shapes; `own` is in the key, because its name may be registered anew."""
-    # A minimal scenario, because params depend on the model only.
+    """Return names and shapes. `own` is in the cache key, because names can be registered anew."""
+    # A minimal scenario, because params only depend on the model.
     module = build_workload(Scenario(schema=1, model=model, run=RunSpec(steps=1))).build()
     return tuple((name, tuple(param.shape)) for name, param in module.named_parameters())

@@ -1,4 +1,4 @@
-"""Initial values of ranks that start differently, or before they load a checkpoint."""
+"""Initial values for ranks that start differently, or before they load a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor, nn
 
 from zero_sim.scenario.kinds import is_expert
 
-# Values that no workload draws for a whole param.
+# Fill values from 2 to 8; no workload draws such values for a whole param.
 _FEWEST = 2
 _KINDS = 7
 
 
 def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the persistent buffers of a module by name; live."""
+    """Return a module's persistent buffers by name; live."""
     # With duplicates, because state_dict() contains both names of a tied param.
     params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     # state_dict() omits buffers that are not persistent.
@@ -21,11 +21,7 @@ def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def make_unloaded(module: nn.Module) -> None:
-    """Overwrite every persistent buffer, as in a process before it loads a checkpoint.
-
-    Args:
-        module: The rank's module, as built.
-    """
+    """Overwrite every persistent buffer, as in a process before it loads a checkpoint."""
     for tensor in saved_buffers(module).values():
         tensor.fill_(_FEWEST)
 
@@ -33,12 +29,12 @@ def make_unloaded(module: nn.Module) -> None:
 def make_distinct(module: nn.Module, *, rank: int, ep: int) -> None:
     """Overwrite each param and buffer, unless this rank is the first that has it.
 
-    No workload draws these values for a whole param, so a rank that trains on with them is noticed.
+    A rank that trains with these values is noticed.
 
     Args:
         module: The rank's module, as built.
         rank: Rank in its dp-cp group.
-        ep: Number of ranks that share the experts. Each of them is the first with its share.
+        ep: Number of ranks that share the experts. Each is the first with its own experts.
     """
     with torch.no_grad():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):

@@ -1,10 +1,10 @@
-"""`ternary`: a network of the usual layers in which every number is a small whole number.
+"""`ternary`: a network with the usual layers, in which every number is a small whole number.
 
-Each weight enters the forward as a hash of its bits, -1, 0 or 1, and gets the gradient of that
-number as its own. Activations and their gradients are clamped to [-1, 1]. So every product, every
-sum inside a layer and every gradient is a small whole number. Results are exact for any batch
-split, number of threads, processor and order of reduction, and gradients still depend on every bit
-of every weight. Softmax, norms and means are omitted, because their results would not be whole.
+Forward replaces each weight with a hash of its bits, -1, 0 or 1, and backward passes the hash's
+gradient to the weight. Activations and their gradients are clamped to [-1, 1]. So every product,
+every sum inside a layer and every gradient is a small whole number. Results are exact for any batch
+split, thread count, processor and reduction order, and gradients still depend on every weight bit.
+Softmax, norms and means are omitted, because their results would not be whole.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TernaryLinear(nn.Module):
 
 
 class TernaryExperts(nn.Module):
-    """Each row goes to the single expert with the best score; scores never tie."""
+    """Each row goes to the expert with the best score; scores never tie."""
 
     def __init__(self, gate: Tensor, experts: tuple[Tensor, ...]) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class TernaryExperts(nn.Module):
         """Map (rows, width) to the same shape."""
         scores = self.gate(x)
         count = len(self.experts)
-        # Whole numbers that differ modulo the number of experts, so that no two are equal.
+        # Whole numbers that differ modulo the number of experts, so that scores never tie.
         ranked = scores.detach() * count + torch.arange(count, dtype=x.dtype, device=x.device)
         chosen = functional.one_hot(ranked.argmax(dim=-1), count).to(x.dtype)
         # Odd, so that no row is multiplied by 0.
@@ -142,7 +142,7 @@ def _draw_bits(scenario: Scenario) -> dict[str, Tensor]:
 
 
 class TernaryWorkload:
-    """The network, with a loss that is a signed sum of its outputs."""
+    """The network, with a signed sum of its outputs as loss."""
 
     def __init__(self, scenario: Scenario) -> None:
         """Draw the initial weights, once.

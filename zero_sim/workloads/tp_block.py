@@ -2,18 +2,18 @@
 
 A block is attention, then two layers, each with a residual connection. Query, key, value and the
 first layer are column-parallel: a rank computes some of their outputs, in whole heads. The output
-projection and the second layer are row-parallel: a rank takes the matching inputs, and ranks'
-results are summed. A single device has all parts, and each layer is one matrix product.
+projection and the second layer are row-parallel: a rank takes the matching inputs, and results are
+summed over ranks. A single device has all parts, and computes each layer as one matrix product.
 
 [Note: splitting without rounding]
 As in `ternary`, weights enter as hashes of their bits, -1, 0 or 1. Activations and their gradients
 are clamped to [-1, 1] after every sum, and this clamp replaces softmax. So every product is -1, 0
-or 1. Splitting cuts sums over inner features in forward, and over outputs in backward. These are
-whole numbers, at most as large as their number of terms. A dtype with p bits of significand
+or 1. Splitting cuts sums over inner features in forward, and over outputs in backward. These sums
+are whole numbers, at most as large as their number of terms. A dtype with p significand bits
 represents all whole numbers up to 2**p. With at most that many terms, no addition rounds, in any
-order and with any cut. So the sum of the parts has the bits of the whole (`reference.certificate`
-applies the same argument to sums over ranks). `terms_max` is the resulting limit of a block's
-width.
+order and with any cut. So adding the parts gives the same bits as the whole
+(`reference.certificate` applies the same argument to sums over ranks). `terms_max` is the resulting
+limit for a block's width.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Parallel(Protocol):
     """A system's operations around the layers that it splits."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the input of column-parallel layers; backward sums its gradient over ranks."""
+        """Return the input for column-parallel layers; backward sums its gradient over ranks."""
         ...
 
     def leave(self, y: Tensor) -> Tensor:
-        """Return the sum over ranks of the outputs of row-parallel layers."""
+        """Sum a row-parallel layer's output over ranks."""
         ...
 
     def run(self, block: nn.Module, x: Tensor) -> Tensor:
@@ -71,11 +71,11 @@ class OneDevice:
 
 
 class SplitLinear(nn.Module):
-    """`x @ hash(weight).T`, with a weight in parts: `part0`, `part1`, ..., all or one of them.
+    """`x @ hash(weight).T`, with all parts of the weight (`part0`, `part1`, ...) or a single part.
 
     Args:
         parts: By index; each part is (outputs, inputs).
-        dim: Dimension of concatenation: 0 for outputs, 1 for inputs.
+        dim: Dimension along which parts are joined: 0 for outputs, 1 for inputs.
     """
 
     def __init__(self, parts: dict[int, Tensor], *, dim: int) -> None:
@@ -93,7 +93,7 @@ class SplitLinear(nn.Module):
 
 
 class Positions(nn.Module):
-    """Values added to each position; every rank has all of them."""
+    """Values added to each position; every rank has them all."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -154,11 +154,7 @@ class Blocks(nn.Module):
         self.parallel: Parallel = OneDevice()
 
     def be_parallel(self, parallel: Parallel) -> None:
-        """Run as one of several ranks from now on.
-
-        Args:
-            parallel: Operations around the split layers.
-        """
+        """Run as one of several ranks from now on, with `parallel` around the split layers."""
         self.parallel = parallel
         for block in self.blocks:
             assert isinstance(block, Block)
@@ -173,7 +169,7 @@ class Blocks(nn.Module):
 
 
 LAYERS = {"query": 0, "key": 0, "value": 0, "out": 1, "up": 0, "down": 1}
-"""Layers of a block, with the dimension along which each is split."""
+"""A block's layers, each with the dimension along which it is split."""
 
 
 def _clamped(x: Tensor) -> Tensor:
@@ -183,7 +179,7 @@ def _clamped(x: Tensor) -> Tensor:
 
 
 class TpBlockWorkload:
-    """Blocks, with a loss that is a signed sum of their outputs."""
+    """Blocks, with a signed sum of their outputs as loss."""
 
     def __init__(self, scenario: Scenario) -> None:
         """Draw the initial weights, once.
@@ -243,7 +239,7 @@ class TpBlockWorkload:
 
     def _draw_bits(self) -> dict[str, Tensor]:
         generator, width = weight_generator(self._scenario), self._scenario.model.hidden
-        # (outputs, inputs) of each layer of a block
+        # (outputs, inputs) for each layer in a block
         shapes = {
             **dict.fromkeys(("query", "key", "value", "out"), (width, width)),
             "up": (INNER * width, width),

@@ -1,8 +1,8 @@
 """`transformer-260`: the 260-parameter transformer of the ZeRO-1 walkthrough.
 
-Activations are rows and weights multiply from the right, `y = x @ W`; `W_q[0, 0]` is 0.12. One
-pre-LN block: width 4, 2 heads of 2, no mask, FFN of 16 with ReLU; then a projection to 8 tokens.
-Without an embedding: inputs are vectors, 3 per sequence.
+Activations are rows and weights multiply from the right, `y = x @ W`; `W_q[0, 0]` is 0.12. There is
+one pre-LN block (width 4, 2 heads of width 2, no mask, a ReLU FFN of width 16), then a projection
+to 8 tokens. Without an embedding, inputs are vectors, 3 per sequence.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "b_2": (WIDTH,),
     "W_vocab": (WIDTH, VOCABULARY),
 }
-"""Name and shape of each param, in the order of the flat buffer."""
+"""Param shapes by name, in flat buffer order."""
 
 INPUT = (
     (0.5, -0.3, 0.8, 0.1),
@@ -80,7 +80,7 @@ GIVEN: Mapping[str, Sequence[Sequence[float]]] = {
         (-0.10, 0.07, -0.13, 0.05, 0.19, -0.06, 0.14, 0.01),
     ),
 }
-"""The walkthrough's initial weights, as far as it gives them."""
+"""Initial weights that the walkthrough lists."""
 
 W_Q_GRADS = (
     (
@@ -96,7 +96,7 @@ W_Q_GRADS = (
         (-0.020, 0.016, -0.012, 0.027),
     ),
 )
-"""The walkthrough's gradients of `W_q` on ranks 0 and 1; given there, not derived from a loss."""
+"""The walkthrough's `W_q` gradients on ranks 0 and 1; listed there, not derived from a loss."""
 
 W_Q_GRAD_MEAN = (
     (0.020, -0.018, 0.038, -0.0105),
@@ -116,7 +116,7 @@ W_Q_AFTER_ADAM = (
 
 
 class Transformer260(nn.Module):
-    """A transformer block and a vocabulary projection, all params direct and in flat order."""
+    """A transformer block and a vocabulary projection. All params are direct, in flat order."""
 
     ln1_weight: nn.Parameter  # 1D (width,)
     ln1_bias: nn.Parameter  # 1D (width,)
@@ -133,14 +133,14 @@ class Transformer260(nn.Module):
     W_vocab: nn.Parameter  # 2D (width, vocabulary)
 
     note: Callable[[str, Tensor], Tensor]
-    """Receives each activation with its name and returns it; replaced to copy them."""
+    """Receives and returns each activation, by name. Replace it to copy activations."""
 
     def __init__(self, bits: dict[str, Tensor], *, recompute: Recompute = "none") -> None:
         super().__init__()
         self.recompute: Recompute = recompute
-        # Activations are only copied by a walkthrough.
+        # Only a walkthrough copies activations.
         self.note = _unnoted
-        # Registration order decides the order in the flat buffer.
+        # Registration order decides the flat buffer's order.
         for name, initial in bits.items():
             self.register_parameter(name, nn.Parameter(initial.clone()))
 

@@ -1,7 +1,7 @@
 """`unusual`: a small network with one param of each awkward kind.
 
-A token model: an embedding that is also the output projection, a layer that is used twice, and two
-paths mixed by a router. Small terms contain the params that only some micro-batches use.
+A token model with an embedding that is also the output projection, a layer used twice, and two
+paths mixed by a router. Params that only some micro-batches use add small terms.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TiedHead(nn.Module):
 
 
 class UnusualNet(nn.Module):
-    """A network of awkward params; `head.weight` is `embedding` under a second name."""
+    """A network with awkward params; `head.weight` is `embedding` under a second name."""
 
     frozen: nn.Parameter  # 1D (width,), never trained
     embedding: nn.Parameter  # 2D (vocabulary, width), tied to the head
@@ -55,7 +55,7 @@ class UnusualNet(nn.Module):
     micro_zero: nn.Parameter  # 1D (width,)
     empty: nn.Parameter  # 2D (0, width)
     strided: nn.Parameter  # 2D (width, width), a transposed view of its storage
-    router: nn.Parameter  # 2D (width, paths), fp32 whatever the others are
+    router: nn.Parameter  # 2D (width, paths), always fp32
     scale: nn.Parameter  # 0D
 
     def __init__(self, bits: dict[str, Tensor]) -> None:
@@ -81,14 +81,14 @@ class UnusualNet(nn.Module):
         x = inputs * self.frozen + functional.embedding(tokens, self.embedding)
         # Adds 0, so that a param without elements gets a gradient.
         x = x + self.empty.sum()
-        # Two uses of a param in one forward, so its gradient has two terms.
+        # Used twice in a forward, so its gradient has two terms.
         hidden = torch.tanh(torch.tanh(x @ self.twice) @ self.twice)
         # [rows, width, paths]
         paths = torch.stack([hidden, torch.tanh(x @ self.strided)], dim=-1)
         # The router computes in fp32, and gates return to the working dtype.
         gates = (x.float() @ self.router).softmax(dim=-1).to(paths.dtype)
         x = x + (paths * gates.unsqueeze(1)).sum(dim=-1)
-        # Terms of params that only some micro-batches use.
+        # Terms for params that only some micro-batches use.
         for name in (RANK_ZERO, MICRO_ZERO):
             if name in uses:
                 x = x + torch.tanh(inputs * self.get_parameter(name))
@@ -146,7 +146,7 @@ class UnusualWorkload:
         inputs = torch.randn((rows, WIDTH), generator=generator).to(self._dtype)
         tokens = torch.randint(VOCABULARY, (rows, 2), generator=generator)
         plant_nan(inputs, scenario=scenario, step=step, rank=rank, micro=micro)
-        # By the rank whose data it is: ranks that share rank 0's data use the same params.
+        # By the data's rank, because ranks that share rank 0's data use the same params.
         conditions = {RANK_ZERO: data_rank(scenario, rank=rank) == 0, MICRO_ZERO: micro == 0}
         uses = frozenset(name for name, used in conditions.items() if used)
         return Batch(inputs=inputs, targets=tokens, uses=uses)
