@@ -1,1 +1,1 @@
-"""Search for a target's rules of arithmetic, and explanations of differences by other rules."""
+"""Search for a target's arithmetic rules, and explanation of differences by other rules."""

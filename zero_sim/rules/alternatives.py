@@ -1,8 +1,4 @@
-"""Alternatives to a step.
-
-- other rules, by the names that targets declare, with one or two changes
-- partial sums: gradients from some micro-batches only, or from a single rank
-"""
+"""Alternatives to a step: other rules (one or two changes), or sums that lack terms."""
 
 from __future__ import annotations
 
@@ -33,10 +29,10 @@ from zero_sim.reference.division import DivideBy
 from zero_sim.reference.oracle import KEPT_ELEMS_MAX
 
 LOCAL = Terms(is_local=True)
-"""Terms of a single rank, as if gradients were not reduced."""
+"""Terms from a single rank, as if gradients were not reduced."""
 
 Change = Mapping[str, Any]
-"""New values of some fields of a target's declaration, by name."""
+"""New values for some fields in a target's declaration, by name."""
 
 # Every known choice, with the fields that declare it.
 _COUNTS: tuple[DivideBy, ...] = ("ranks", "micro-batches", "tokens")
@@ -61,19 +57,15 @@ _COPIES: tuple[Change, ...] = ({"copies_dtype": "fp32"}, {"copies_dtype": "bf16"
 
 @dataclass(frozen=True, kw_only=True)
 class SumRules:
-    """Alternatives for sums of gradients."""
+    """Alternatives for gradient sums."""
 
     again: Again
 
     @classmethod
     def of(cls, again: Again) -> SumRules | None:
-        """Return the alternatives for a step; None if there are too many elements to try them.
-
-        Args:
-            again: The step that differs.
-        """
+        """Return the alternatives for a step; None if there are too many elements to try them."""
         ranks, micros = len(again.replays), again.scenario.run.micro_batches
-        # Every alternative adds the gradients of all ranks and micro-batches once more.
+        # Every alternative adds all ranks' micro-batches once more.
         elems = sum(grad.numel() for grad in again.taken.grads.values())
         return cls(again=again) if elems * ranks * micros <= KEPT_ELEMS_MAX else None
 
@@ -90,8 +82,8 @@ class SumRules:
             "divide_by": rules.divide_by or system.divide_by,
             "sync": rules.sync or system.sync,
             "grad_dtype": system.grad_dtype,
-            # Only fields that are set, as in a declaration.
         }
+        # Only fields that are set, as in a declaration.
         of_losses = ("scale_loss", "scale_second")
         of_sums = ("predivide_by", "accumulate_dtype", "reduce_dtype", "copies_dtype")
         for name in (*of_losses, *of_sums):
@@ -102,19 +94,18 @@ class SumRules:
         return named
 
     def singles(self) -> dict[str, StepAgain]:
-        """Return the step by rules with one change."""
+        """Return the step under rules with one change."""
         return self._by((change,) for thing in self._things for change in thing)
 
     def pairs(self) -> dict[str, StepAgain]:
-        """Return the step by rules with two changes, or with another factor of losses."""
-        # Factors come late, because each costs another backward. Divisors give the same bits if
-        # they
-        # are powers of two.
+        """Return the step under rules with two changes, or with other loss factors."""
+        # Factors come late, because each costs another backward. Divisors that are powers of two
+        # give the same bits.
         again = self.again
         cp, has_second = again.scenario.topology.cp, again.replays[0].has_second_loss
-        # With one context-parallel rank, these are factors of 1.
+        # With one context-parallel rank, these two factors are 1.
         factors = [each for each in _FACTORS if cp > 1 or each not in ("cp", "1/cp")]
-        # The factor of a second loss, if there is one, before that of all losses.
+        # First the factor for any second loss, then the factor for all losses.
         names = ("scale_second", "scale_loss") if has_second else ("scale_loss",)
         scales = [{name: factor} for name in names for factor in factors]
         scales = [change for change in scales if self._differs(change)]
@@ -132,7 +123,7 @@ class SumRules:
             [{"divide": rule} for rule in DIVIDE_RULES],
             [{"divide_by": count} for count in _COUNTS],
         ]
-        # With a single micro-batch, all accumulation rules have the same bits.
+        # With a single micro-batch, all accumulation rules give the same bits.
         if scenario.run.micro_batches > 1:
             things.append(_ROUNDS if scenario.system.redundancy > 1 else _ROUNDS[:-1])
         things.append((*_DTYPES, *_COPIES) if scenario.system.redundancy > 1 else _DTYPES)
@@ -143,7 +134,7 @@ class SumRules:
         return any(self._assumed.get(name) != value for name, value in change.items())
 
     def _by(self, changes: Iterator[tuple[Change, ...]]) -> dict[str, StepAgain]:
-        # A later change of the same field wins.
+        # A later change to the same field wins.
         joined = [
             {name: value for each in some for name, value in each.items()} for some in changes
         ]
@@ -152,7 +143,7 @@ class SumRules:
     def _changed(self, change: Change) -> Rules:
         """Return the reference's rules with a change."""
         rules = self.again.rules
-        # A declared grad_dtype stands for both dtypes.
+        # A declared `grad_dtype` stands for both dtypes.
         if "grad_dtype" in change:
             dtype = change["grad_dtype"]
             rules = replace(rules, accumulate_dtype=dtype, reduce_dtype=dtype)
@@ -176,13 +167,13 @@ class UpdateRules:
 
     @property
     def assumed(self) -> str:
-        """The reference's rule that is most likely to differ, in words."""
+        """The reference rule that is most likely to differ, in words."""
         if self._clips:
             return _declared(self.again.rules.clip)
         return f"unused = {self.again.rules.unused!r}" if self.sums is None else self.sums.assumed
 
     def singles(self) -> dict[str, StepAgain]:
-        """Return the step by rules with one change."""
+        """Return the step under rules with one change."""
         rules = self.again.rules
         clips = self._other_clips
         found = {_declared(clip): replace(rules, clip=clip) for clip in clips}
@@ -196,23 +187,23 @@ class UpdateRules:
         return steps | ({} if self.sums is None else self.sums.singles())
 
     def pairs(self) -> dict[str, StepAgain]:
-        """Return the step by rules with two changes."""
+        """Return the step under rules with two changes."""
         return {} if self.sums is None else self.sums.pairs()
 
     @property
     def _clips(self) -> bool:
         """True if some clip form may change a gradient."""
         bound = self.again.scenario.optimizer.clip_norm
-        # Half the bound: forms differ by a few ulp, so none clips a norm this small.
+        # Forms differ by a few ulp, so no form clips a norm below half the bound.
         return bound is not None and not bool(self.again.taken.norm < bound / 2)
 
     @cached_property
     def _other_clips(self) -> list[ClipForm]:
-        """Clip forms with other bits than the reference's."""
+        """Clip forms that give other bits than the reference's form."""
         rules, taken = self.again.rules, self.again.by().step
         if not self._clips:
             return []
-        # Norms of norms have no root that was not rounded.
+        # Norms of norms have no unrounded root.
         has_root = rules.norm in ROOTED
         forms = [form for form in CLIP_FORMS if has_root or not takes_root(form)]
         return [
@@ -224,16 +215,12 @@ class UpdateRules:
 
 
 def norm_steps(again: Again) -> dict[str, StepAgain]:
-    """Return the step by other rules for the norm.
-
-    Args:
-        again: The step that differs.
-    """
+    """Return the step under other norm rules."""
     rules = again.rules
-    # For other orders, the positions of the call that adds squares are unknown.
+    # In other orders, positions in the call that adds squares are unknown.
     is_free = again.scenario.world.order in POSITION_FREE
     known: Sequence[Norm] = NORMS if is_free else ("of-elements", "of-params")
-    # Norms of owned parts need reported ownership.
+    # Norms over owned parts need reported ownership.
     unknown = () if any(again.holdings) else ("of-own-params", "of-shards")
     others = [norm for norm in known if norm not in (rules.norm, "told", *unknown)]
     return {f"norm = {norm!r}": again.by(replace(rules, norm=norm)) for norm in others}
@@ -242,11 +229,7 @@ def norm_steps(again: Again) -> dict[str, StepAgain]:
 def partial_sums(again: Again) -> dict[str, Terms]:
     """Return terms that a faulty system may add, most likely first.
 
-    Args:
-        again: The step that differs.
-
-    Returns:
-        Terms by name, such as `the last micro-batch alone`.
+    The keys name the terms, such as `the last micro-batch alone`.
     """
     replays = again.replays
     micros = max((len(replay.micro_grads) for replay in replays), default=0)
@@ -266,7 +249,7 @@ def partial_sums(again: Again) -> dict[str, Terms]:
 
 
 def _some_of(micros: int) -> Iterator[tuple[str, frozenset[int]]]:
-    """Yield subsets of micro-batches that a system may keep, beginning with the last one."""
+    """Yield subsets of micro-batches that a system may keep, the last micro-batch first."""
     if micros < 2:
         return
     words = {0: "the first micro-batch", micros - 1: "the last micro-batch"}
@@ -278,11 +261,7 @@ def _some_of(micros: int) -> Iterator[tuple[str, frozenset[int]]]:
 
 
 def in_words(change: Change) -> str:
-    """Return fields and values as a declaration: `divide = 'pre', sync = 'every'`.
-
-    Args:
-        change: Values by field.
-    """
+    """Return fields and values as a declaration: `divide = 'pre', sync = 'every'`."""
     return ", ".join(f"{name} = {value!r}" for name, value in change.items())
 
 

@@ -1,4 +1,4 @@
-"""Directed cases, each for one rule or capability of a system."""
+"""Directed cases, each for one rule or one capability."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from zero_sim.targets.models import own_models_of
 from zero_sim.workloads import build_workload
 
 DIVISOR = 12
-"""Sizes divisible by this can be sharded over 1, 2, 3, 4 and 6 ranks."""
+"""Sizes that this number divides can be sharded over 1, 2, 3, 4 and 6 ranks."""
 
 
 _PLAIN_MODELS: Mapping[str, Any] = {
@@ -36,11 +36,11 @@ _PLAIN_MODELS: Mapping[str, Any] = {
     f", sizes that {DIVISOR} divides": {"hidden": DIVISOR},
     f", params that {DIVISOR} divides": ModelSpec(name="params", shapes=((12,), (24, 2))),
 }
-"""Models of the plain case, by suffix of its name; the next one if sizes are refused."""
+"""Models for the plain case, by name suffix. The next model is tried if sizes are refused."""
 
 
 def plain_models(target: Target) -> Mapping[str, Any]:
-    """Return models of the plain case: the target's own if it declares no shipped one."""
+    """Return models for the plain case: the target's own if it declares no shipped model."""
     declared = capabilities_of(target).models
     own = [name for name in declared if name in own_models_of(target)]
     if own and set(own) == set(declared):
@@ -49,7 +49,7 @@ def plain_models(target: Target) -> Mapping[str, Any]:
 
 
 def plain_optimizer(target: Target) -> Mapping[str, str]:
-    """Return changes of the plain case's optimizer: the target's own rule if it has no other."""
+    """Return optimizer changes for the plain case: the target's own rule if it has no other."""
     is_own = set(capabilities_of(target).optimizers) == {"own"}
     return {"name": "own"} if is_own else {}
 
@@ -60,16 +60,16 @@ def in_ranks(count: int) -> str:
 
 
 def rule_cases(base: Scenario, *, dtype: DtypeName, ranks_max: int) -> Iterator[Scenario]:
-    """Yield cases that decide rules for gradients, simplest first.
+    """Yield cases that decide gradient rules, simplest first.
 
     Args:
         base: A case that the system supports.
-        dtype: Dtype of the working params.
+        dtype: Working dtype.
         ranks_max: Largest number of ranks.
     """
     many = {"size": ranks_max}
     base = changed(base, f"{dtype}, {in_ranks(base.world.size)}", model={"dtype": dtype})
-    # Three micro-batches: no power of two, so that divisions round.
+    # Three micro-batches, because division by a power of two does not round.
     micros = changed(base, f"{dtype}, three micro-batches", run={"micro_batches": 3})
     many_micros = f"{dtype}, {in_ranks(ranks_max)}, three micro-batches"
     yield base
@@ -83,25 +83,22 @@ def rule_cases(base: Scenario, *, dtype: DtypeName, ranks_max: int) -> Iterator[
     yield changed(base, f"{dtype}, divide = 'none'", system={"divide": "none"})
     yield changed(micros, f"{dtype}, divide_by", system={"divide_by": "micro-batches"})
     yield changed(micros, f"{dtype}, sync = 'every'", system={"sync": "every"})
-    # In fp32, all dtypes of gradients are the same.
+    # In fp32, all gradient dtypes are the same.
     if dtype != "fp32":
         yield changed(micros, f"{dtype}, grad_dtype = 'fp32'", system={"grad_dtype": "fp32"})
-    # In the first step of Adam, most rules lead to the same params. These cases come last, because
-    # a case of one step names the rule by which it differs.
+    # In Adam's first step, most rules lead to the same params. These cases come last, because a
+    # one-step case names the rule by which it differs.
     for case in (base, changed(micros, many_micros, world=many)):
         yield changed(case, f"{case.name}, three steps", run={"steps": 3})
 
 
 def unused_cases(base: Scenario) -> Iterator[Scenario]:
-    """Yield cases with a param that no rank uses, with weight decay, smaller one first.
+    """Yield cases with a param that no rank uses and weight decay, smaller case first.
 
-    The second case also has params of another dtype, to show the dtype in which a factor is
+    The second case also has params in another dtype, which shows the dtype in which a factor is
     rounded.
-
-    Args:
-        base: Any case.
     """
-    # Weight decay moves a param with a gradient of zeros, but not one without a gradient.
+    # Weight decay moves a param with a zero gradient, but no param without a gradient.
     decay, dtype = OptimizerSpec(weight_decay=0.1), base.model.dtype
     bare = _bare(base, unused=("p1",))
     yield changed(bare, f"{dtype}, params that nobody uses", optimizer=decay)
@@ -116,21 +113,17 @@ def _bare(base: Scenario, **settings: Any) -> Scenario:
 
 
 def clip_cases(base: Scenario) -> Iterator[Scenario]:
-    """Yield cases that clip by a norm. Clip forms differ in some of them."""
-    # Several gradients, because forms differ for some norms only.
+    """Yield cases that clip by norm. Clip forms differ in some of these cases."""
+    # Several gradients, because forms only differ for some norms.
     for seed in range(6):
         clip = OptimizerSpec(clip_norm=0.01 * (1 + seed), lr=0.1)
         yield changed(base, f"clipped, seed {seed}", optimizer=clip, run={"seed": seed})
-    # The case for targets that declare clipping: rules that fit the rest must pass it, too.
+    # Targets that declare clipping get this case, so rules that fit the rest must pass it too.
     yield changed(FOLLOWED["optimizer.clip_norm"](base), "clipped in three steps")
 
 
 def second_loss_case(base: Scenario) -> Scenario:
-    """Return a case with a second loss, in which all named factors are different.
-
-    Args:
-        base: Any case.
-    """
+    """Return a case with a second loss, in which all named factors are different."""
     model = ModelSpec(name="multi-token", dtype=base.model.dtype, hidden=base.model.hidden)
     # Three micro-batches, four ranks and cp = 2, so that all named factors differ.
     case = changed(base, "a second loss", model=model, run={"steps": 2, "micro_batches": 3})
@@ -138,7 +131,7 @@ def second_loss_case(base: Scenario) -> Scenario:
 
 
 def telling_cases(like: Scenario, *, optimizer: OptimizerSpec) -> Iterator[Scenario]:
-    """Yield cases that distinguish rules: several ranks, micro-batches and unequal rows.
+    """Yield cases that distinguish rules by several ranks, micro-batches and unequal rows.
 
     Args:
         like: A case with the dtype and stage to use.
@@ -168,16 +161,11 @@ SETTINGS: Mapping[str, Any] = {
     "optimizer.nesterov": True,
     "optimizer.amsgrad": True,
 }
-"""Settings of optimizers, with the values that cases use."""
+"""Optimizer settings, with the values that cases use."""
 
 
 def settings_followed(name: OptimizerName, follows: Collection[str]) -> list[str]:
-    """Return the settings that an optimizer has, among those that a system follows.
-
-    Args:
-        name: Name of the optimizer.
-        follows: Paths of options.
-    """
+    """Return the optimizer's settings whose paths are in `follows`."""
     # `without_unused` resets settings that the optimizer lacks to their defaults.
     with_all = without_unused(of_optimizer(BASE, name, [p for p in SETTINGS if p in follows]))
     default, has = OptimizerSpec(), with_all.optimizer
@@ -186,13 +174,7 @@ def settings_followed(name: OptimizerName, follows: Collection[str]) -> list[str
 
 
 def of_optimizer(base: Scenario, name: OptimizerName, paths: Collection[str]) -> Scenario:
-    """Return the case with an optimizer, three steps and some settings.
-
-    Args:
-        base: Any case.
-        name: Name of the optimizer.
-        paths: Paths of settings that the optimizer has.
-    """
+    """Return the case with an optimizer, three steps and the settings at `paths`."""
     settings = {path.partition(".")[2]: SETTINGS[path] for path in paths}
     optimizer = OptimizerSpec(name=name, **settings)
     return changed(base, f"{name} with settings", optimizer=optimizer, run={"steps": 3})
@@ -212,7 +194,7 @@ def _optimizer(**settings: Any) -> Vary:
 
 
 def _frozen(base: Scenario) -> Scenario:
-    # Any param will do; the first exists in every model.
+    # Any param will do. The first exists in every model.
     names = [name for name, _ in build_workload(base).build().named_parameters()]
     freeze = (FreezeSpec(param=names[0], start=0, stop=1),)
     return changed(base, model={"freeze": freeze}, run={"steps": 2})
@@ -272,10 +254,10 @@ FOLLOWED: Mapping[str, Vary] = {
 
 def _overflow(base: Scenario) -> Scenario:
     case = FOLLOWED["optimizer.loss_scale"](base)
-    # In the second step, so that there is state to keep. Two further steps show what was kept.
+    # In the second step, so that there is state to keep. Two further steps show this state.
     nan = DataSpec(nan=NanSpec(step=1, rank=0, value="inf"))
     return changed(case, "a step that overflows", data=nan, run={"steps": 4})
 
 
 SECOND: Mapping[str, Vary] = {"optimizer.loss_scale": _overflow}
-"""By option: a second case, for behaviour that the first one does not cover."""
+"""By option: a second case, for behaviour that the first case does not cover."""

@@ -1,4 +1,4 @@
-"""Rules proposed by findings, and a target with rules under trial."""
+"""Rules that findings propose, and a target with rules under trial."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from zero_sim.findings.records import CaseResult
 from zero_sim.targets import Numerics, Target
 
-# These patterns match the wording of findings; see `rules.explainer` and `judge.rules_tried`.
+# These patterns match words in findings; see `rules.explainer` and `judge.rules_tried`.
 _DECLARE = re.compile(r"(?:declare|of:|,) Numerics\((.*?)\)(?=,|$)", flags=re.MULTILINE)
 _FITTING = re.compile(r"these are the bits of (?!the step)(.*?)(?:; a case .*)?\.$", re.MULTILINE)
 _ADVICE = re.compile(
@@ -22,11 +22,9 @@ _DTYPE_FIELDS = ("accumulate_dtype", "reduce_dtype")
 
 
 class Asked:
-    """A target without limits on capabilities, judged by rules under trial.
+    """A target with unlimited capabilities, judged by rules under trial.
 
-    Args:
-        target: The target. Everything else is passed on to it.
-        numerics: Rules under trial.
+    Everything else is passed on to the target itself.
     """
 
     # None, because the search itself determines the capabilities.
@@ -37,7 +35,7 @@ class Asked:
         self.name = target.name
         self.numerics = numerics
 
-    # Only for attributes that are not set here.
+    # Python calls this only for attributes that are not set here.
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
@@ -47,13 +45,9 @@ class Asked:
 
 
 def declared_by(result: CaseResult) -> list[dict[str, Any]]:
-    """Return the declarations that the first finding of a result proposes, most likely first.
-
-    Args:
-        result: Result of a case; empty if it has no findings.
-    """
+    """Return the declarations that the first finding proposes, most likely first."""
     said: list[dict[str, Any]] = []
-    # Later findings may follow from the first one.
+    # Later findings may follow from the first finding.
     for finding in result.findings[:1]:
         said.extend(map(_parsed, _DECLARE.findall(finding.detail)))
         for text in _FITTING.findall(finding.detail):
@@ -68,11 +62,7 @@ def declared_by(result: CaseResult) -> list[dict[str, Any]]:
 
 
 def without_advice(result: CaseResult) -> CaseResult:
-    """Return the result without proposals, because a single case is too little evidence.
-
-    Args:
-        result: Result of a case.
-    """
+    """Return the result without proposals, because a single case is too little evidence."""
     kept = (
         replace(finding, detail=_ADVICE.sub("", finding.detail).rstrip())
         for finding in result.findings
@@ -81,24 +71,19 @@ def without_advice(result: CaseResult) -> CaseResult:
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    # literal_eval, because a proposal contains constants only.
+    # literal_eval, because a proposal only contains constants.
     call = ast.parse(f"f({text})", mode="eval").body
     assert isinstance(call, ast.Call)
     return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
 
 
 def with_change(said: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a declaration with changes, and without the fields that they replace.
-
-    Args:
-        said: Fields of `Numerics`.
-        change: New values.
-    """
+    """Return a declaration with changes, and without the fields that these replace."""
     kept = dict(said)
-    # One dtype for all replaces separate dtypes.
+    # A common dtype replaces separate dtypes.
     if "grad_dtype" in change:
         kept = {name: v for name, v in kept.items() if name not in _DTYPE_FIELDS}
-    # divide_each belongs to a choice of sync, and predivide_by to one of divide.
+    # `divide_each` belongs to a choice for `sync`, and `predivide_by` to a choice for `divide`.
     if "sync" in change:
         kept.pop("divide_each", None)
     if "divide" in change:
@@ -107,10 +92,5 @@ def with_change(said: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str,
 
 
 def in_words(values: Mapping[str, Any], *, empty: str = "the same") -> str:
-    """Return fields of a declaration as source code.
-
-    Args:
-        values: Values by name of the field.
-        empty: Text for no fields.
-    """
+    """Return a declaration's fields as source code; `empty` if there are none."""
     return ", ".join(f"{name}={value!r}" for name, value in values.items()) or empty

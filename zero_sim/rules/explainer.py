@@ -1,4 +1,4 @@
-"""Explanation of differences in one step, by repeating it with other rules."""
+"""Explanation of one step's differences, by repeating it with other rules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEES_FACTORS: tuple[OptimizerName, ...] = ("sgd", "asgd")
 
 
 class Explainer:
-    """Explains the differences in one step, as `zero_sim.judge.explaining.Explainer` requires.
+    """Explains one step's differences, as `zero_sim.judge.explaining.Explainer` requires.
 
     Args:
         expected: The reference's step.
@@ -52,7 +52,7 @@ class Explainer:
             self._gradients = Trial("gradient", sums, expected=again.by())
         updates = UpdateRules(again=again, sums=sums)
         self._updates = Trial("update", updates, expected=again.by())
-        # Faults need all earlier steps, to run the optimizer again from its start.
+        # Faults need all earlier steps, because the optimizer runs again from its start.
         if again.start.history is not None:
             mistakes = Mistakes(again=again, sums={} if sums is None else partial_sums(again))
             self._mistakes = Trial("mistake", mistakes, expected=again.by())
@@ -82,12 +82,12 @@ class Explainer:
             self._mistakes.agree(seen)
 
     def known_grads(self, name: str, *, rank: int, start: int) -> Iterator[Known]:
-        """Yield gradients that lack terms; for equal bits, only the most likely."""
+        """Yield gradients that lack terms. If several have equal bits, yield the most likely."""
         again = self._again
         if self._sums is None or name not in again.by().active:
             return
         partials = [(rank, what, terms) for what, terms in partial_sums(again).items()]
-        # A rank may also have the gradient of another rank.
+        # A rank may also have another rank's gradient.
         for other, world_rank in enumerate(self._group.world_ranks):
             if other != rank:
                 partials.append((other, f"rank {world_rank} alone, not reduced", LOCAL))
@@ -103,7 +103,7 @@ class Explainer:
                 yield Known(what=f"the gradient of {what}", values=values, start=start)
 
     def explain_norm(self, norm: Tensor) -> str:
-        """Return the rules that give a norm, and how to declare the first; empty if none does."""
+        """Return the rules that give a norm, and advice to declare the first; empty if none."""
         again = self._again
         # A skipped step has no norm to compare.
         if again.taken.skipped:
@@ -119,7 +119,7 @@ class Explainer:
         return f"these are the bits of {' or '.join(fitting)}.\n{advice}"
 
     def tried(self) -> RulesTried | None:
-        """Return the result of trying rules; None if no gradient and no update differs."""
+        """Return the result from trying rules; None if no gradient or update differs."""
         if self._gradients is not None and self._gradients.fitting is not None:
             return self._outcome(self._gradients)
         rules = self._outcome(self._updates)
@@ -136,7 +136,7 @@ class Explainer:
         # Clip forms differ by a few ulp, not by a factor.
         is_factor = tried.what == "update" and not tried.assumed.startswith("clip")
         shows_factor = trial.shows_state or not is_factor
-        # A factor is named only if all fitting rules have the same.
+        # Name a factor only if all fitting rules share it.
         factors = {self._factor(by) for by in (trial.fitting or {}).values()}
         return replace(
             tried,
@@ -145,10 +145,10 @@ class Explainer:
         )
 
     def _factor(self, by: StepAgain) -> str:
-        """Return a rule's factor of the gradient, and its cause; empty without a factor."""
+        """Return a rule's gradient factor and its cause; empty without a factor."""
         again = self._again
         now, tried = again.rules, by.rules
-        # A factor of losses is not a division.
+        # A loss factor is not a division.
         if (tried.scale_loss, tried.scale_second) != (now.scale_loss, now.scale_second):
             return ""
         divisor, expected = _divisor(by), _divisor(again.by())
@@ -174,9 +174,7 @@ def _divisor(by: StepAgain) -> float:
 def why_blind(scenario: Scenario, shows_factor: bool) -> str:
     """Return the reason why a case does not distinguish rules; empty if it does.
 
-    Args:
-        scenario: The judged case.
-        shows_factor: True if a gradient was observed, or state made of it.
+    `shows_factor` is True if a gradient was observed, or state made from it.
     """
     name = scenario.optimizer.name
     if scenario.world.size == 1:

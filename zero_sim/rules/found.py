@@ -1,7 +1,7 @@
 """Search for a system's rules: run directed cases and read their findings.
 
-A failing case names a rule with the same bits, and runs again with it, until it passes or no known
-rule fits. Rules that pass alike are reported as such.
+A failing case names a rule that gives the same bits, and runs again with this rule, until it passes
+or no known rule fits. If several rules pass all cases, this is reported.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from zero_sim.targets import Capabilities, Numerics, Target, capabilities_of, nu
 from zero_sim.targets.declared import followed, refusals
 
 _ALIKE_CASES = 8
-"""Largest number of cases that rules must pass alike to be called equal."""
+"""Most cases that two rules must pass before they are called equal."""
 _OF_DTYPES = ("grad_dtype", "accumulate_dtype", "reduce_dtype", "told_dtype")
 _RULED = ("system.divide", "system.divide_by", "system.sync", "system.grad_dtype")
-"""Options that a declared rule replaces."""
+"""Options that declared rules replace."""
 _ALTERNATIVES: Mapping[str, Sequence[object]] = {
     "scale_loss": (None, "micro-batches", "tokens"),
     "divide": (*DIVIDE_RULES, "avg"),
@@ -68,13 +68,13 @@ _ALTERNATIVES: Mapping[str, Sequence[object]] = {
 
 
 def find_rules(target: Target) -> FoundRules:
-    """Find the rules that a target follows, and its capabilities.
+    """Find a target's rules and capabilities.
 
     Args:
-        target: Any target. Its declarations are read only if no compared value decides.
+        target: Any target. Its declarations are only used if no compared value decides.
 
     Raises:
-        UsageError: No plain case passes by any known rule.
+        UsageError: No plain case passes under any known rule.
     """
     with WorldPool() as pool:
         return _Search(target=target, pool=pool).run()
@@ -88,9 +88,9 @@ class _Search:
     search: RuleSearch = field(init=False)
     base: Scenario = BASE
     misclips: bool = False
-    """True if no known rule of clipping fits."""
+    """True if no known clipping rule fits."""
     failed: set[str] = field(default_factory=set)
-    """Unsupported settings that it did not refuse."""
+    """Unsupported settings that the target did not refuse."""
 
     def __post_init__(self) -> None:
         self.found = FoundRules(target=self.target.name)
@@ -102,7 +102,8 @@ class _Search:
         self._settle_clip()
         self._settle_overflow()
         self._settle_second_loss()
-        # Among rules that pass alike prefer the declared one: they may differ in the cases below.
+        # If several rules pass, prefer the declared rule, because they may differ in the cases
+        # below.
         self._name_alternatives()
         able = self._able(dtypes)
         self._compare(able)
@@ -113,7 +114,7 @@ class _Search:
         return self.found
 
     def passes(self, case: Scenario, what: str) -> bool:
-        """Return True if a case passes by the rules found so far; otherwise note the reason."""
+        """Return True if a case passes under the rules found so far; otherwise note the reason."""
         return self._has_passed(self.search.judge(case), what)
 
     def _has_passed(self, result: CaseResult | str, what: str) -> bool:
@@ -129,19 +130,19 @@ class _Search:
         return False
 
     def _find_base(self) -> None:
-        """Find the first plain case that passes by some rule, with several ranks if possible."""
+        """Find the first plain case that passes under some rule, with several ranks if possible."""
         why = ""
         declared = capabilities_of(self.target)
         others = [stage for stage in (1, 0) if stage not in declared.stages]
-        # Sharded stages first: if nothing is sharded, replicas of shards show nothing.
+        # Sharded stages first, because replicas show nothing if nothing is sharded.
         stages = (*sorted(declared.stages, key=lambda stage: (stage == 0, stage)), *others)
         alarm, other = "", ""
         for size in (3, 2, 1):
             if alarm and size == 2:
-                # Two ranks may hide a fault of three.
+                # Two ranks may hide a fault that three ranks show.
                 continue
             for stage in stages:
-                # If other sums do not help in one stage, they do not help in another.
+                # If other sums do not help in this stage, they do not help in the next.
                 came = self._settle_base(size, stage, sums=size > 1 and not alarm)
                 if not came:
                     self.found.alarms.extend([alarm] if alarm else [])
@@ -160,7 +161,7 @@ class _Search:
         return "" if nearest is None else nearest.as_rounding(self.base.optimizer)
 
     def _settle_base(self, size: int, stage: int, *, sums: bool) -> str:
-        """Find rules for a plain case, with other sizes if the system requires divisible ones."""
+        """Find rules for a plain case, with other sizes if the system requires divisible sizes."""
         world, system, came = {"size": size}, {"stage": stage}, ""
         for name, model in plain_models(self.target).items():
             named = f"{in_ranks(size)}{name}"
@@ -183,11 +184,11 @@ class _Search:
         )
 
     def _refuses(self, case: Scenario) -> bool:
-        """Return True if the target itself refuses a case, whatever it declares."""
+        """Return True if the target itself refuses a case, whatever its declarations."""
         return bool(refusals(Asked(self.target, Numerics()), case))
 
     def _settle_dtype(self, dtype: DtypeName) -> bool:
-        """Find the rules of a dtype; return False if the dtype is not supported."""
+        """Find a dtype's rules; return False if the dtype is not supported."""
         ranks = self._ranks_max(dtype)
         before = dict(self.search.numerics)
         cases = list(rule_cases(self.base, dtype=dtype, ranks_max=ranks))
@@ -213,7 +214,7 @@ class _Search:
         return True
 
     def _ranks_max(self, dtype: DtypeName) -> int:
-        """Return the number of ranks of large cases: as many as the sizes allow, or 1."""
+        """Return the number of ranks in large cases: as many as the sizes allow, or 1."""
         most, base = capabilities_of(self.target).world_size_max or 7, self.base.world.size
         for ranks in (min(7, most), min(6, most), min(4, most)) if base > 1 else ():
             name = f"{dtype}, {in_ranks(ranks)}"
@@ -226,14 +227,14 @@ class _Search:
     def _settle_together(
         self, dtype: DtypeName, cases: Sequence[Scenario], *, before: dict[str, Any]
     ) -> None:
-        """Find rules that fit a dtype and all earlier ones; otherwise keep theirs and report it."""
+        """Find rules that fit this dtype and all earlier dtypes; otherwise report the conflict."""
         earlier = _longest([case for case in self.search.passed if case.model.dtype != dtype])
         for case in earlier:
             result = self.search.judge(case)
             if not isinstance(result, str) and result.verdict != "fail":
                 continue
             now = {n: v for n, v in self.search.numerics.items() if before.get(n) != v}
-            # The first of several fitting rules was taken. Another one may fit all dtypes.
+            # The first fitting rule was taken. Another rule may fit all dtypes.
             self.search.numerics = before
             if self.search.settle(*cases, *earlier, sums=True):
                 self.found.unclear.append(
@@ -280,7 +281,7 @@ class _Search:
 
     def _able(self, dtypes: Sequence[str]) -> Capabilities:
         declared = capabilities_of(self.target)
-        # With one step, most optimizers show little more than the sign of a gradient.
+        # After one step, most optimizers show little more than a gradient's sign.
         base = self.base = changed(self.base, run={"steps": 2})
         able: dict[str, Any] = {"dtypes": tuple(dtypes)}
         most = declared.world_size_max
@@ -332,7 +333,7 @@ class _Search:
         return tuple(v for v in values if self.passes(case_of(v), f"{path} = {v!r}"))
 
     def _passes_in_some_size(self, cases: Iterable[Scenario], what: str) -> bool:
-        """Return True if the first case passes whose sizes the system accepts."""
+        """Return True if a case passes; skip cases with sizes that the system refuses."""
         for case in cases:
             self.found.left_out.pop(what, None)
             if self.passes(case, what):
@@ -348,7 +349,7 @@ class _Search:
         why = ""
         for dtype in dtypes or (self.base.model.dtype,):
             result = self.search.judge(changed(vary(self.base), model={"dtype": dtype}))
-            # Options of one dtype, such as loss scales of fp16, are refused in others.
+            # Options for one dtype, such as fp16 loss scales, are refused in other dtypes.
             if not isinstance(result, str):
                 return self._has_passed(result, path) and self._passes_second(dtype, path)
             why = result
@@ -359,7 +360,7 @@ class _Search:
         return True
 
     def _passes_second(self, dtype: str, path: str) -> bool:
-        """Return True if a second case of the option passes, or if there is none."""
+        """Return True if the option's second case passes, or if there is none."""
         if path not in SECOND:
             return True
         case = changed(SECOND[path](self.base), model={"dtype": dtype})
@@ -370,7 +371,7 @@ class _Search:
         return self._has_passed(result, path)
 
     def _takes_settings(self, name: OptimizerName, follows: Sequence[str]) -> bool:
-        """Return True if an optimizer passes with all its settings that the system follows."""
+        """Return True if an optimizer passes with all settings that the system follows."""
         paths = settings_followed(name, follows)
         result = self.search.judge(of_optimizer(self.base, name, paths))
         if isinstance(result, str):
@@ -419,9 +420,9 @@ class _Search:
         return tuple(follows)
 
     def _name_alternatives(self) -> None:
-        """Report other rules that pass all cases too, and prefer the declared one among them."""
+        """Report other rules that also pass all cases, and prefer the declared rule."""
         declared = _plain(numerics_of(self.target, self.base))
-        # Cases in which rules differ most come first, so that a single case decides most of them.
+        # Cases in which rules differ most come first, so that the first case decides most rules.
         passed = sorted(
             _longest(self.search.passed),
             key=lambda case: (-case.world.size, -case.run.micro_batches),
@@ -441,7 +442,7 @@ class _Search:
                 continue
             of_clip = name in ("norm", "clip")
             cases = [each for each in passed if bool(each.optimizer.clip_norm) == of_clip]
-            # Forms that differ in few gradients are distinguished only by all of them.
+            # Forms that differ in few gradients are distinguished only by all cases.
             cases = cases if of_clip else cases[:_ALIKE_CASES]
             if name == "norm" and self.search.numerics.get(name) == "told":
                 continue
@@ -473,7 +474,7 @@ class _Search:
         }
 
     def _take_the_rest(self, declared: Mapping[str, Any], cases: Sequence[Scenario]) -> None:
-        """Take declared numbers and functions if the cases pass with them alike."""
+        """Take declared numbers if the cases pass with them as well."""
         for name, value in declared.items():
             got = self.search.numerics.get(name, _DEFAULTS[name])
             if name in _ALTERNATIVES or callable(value) or value == got:
@@ -492,8 +493,9 @@ class _Search:
         return True
 
     def _pass_as_declared(self, names: Sequence[str]) -> bool:
-        """Return True if all cases pass by the dtypes that are declared for each of them."""
-        # A declaration for fp32 does not apply to other dtypes: there, all names mean fp32.
+        """Return True if every case passes under the dtypes that are declared for it."""
+        # A declaration for fp32 does not apply to other dtypes, because in fp32 all names mean
+        # fp32.
         for case in self.search.passed:
             declared = numerics_of(self.target, case)
             of_dtypes = {name: getattr(declared, name) for name in names}
@@ -502,7 +504,7 @@ class _Search:
         return True
 
     def _compare(self, able: Capabilities) -> None:
-        """Record the capabilities, and where the target declares something else."""
+        """Record the capabilities, and the target's declarations that differ."""
         plain, declared = Capabilities(), capabilities_of(self.target)
         for each in fields(Capabilities):
             value = getattr(able, each.name)
@@ -528,7 +530,7 @@ class _Search:
                 self.found.contradicted.append(f"it declares to follow {path}, but does not here")
 
     def _alarm_of_none(self, names: Sequence[str]) -> None:
-        """Record capabilities without any value, with the result of the first case for it."""
+        """Record capabilities without any value, with the first case's result."""
         left_out = {
             name: [each for each in self.found.left_out.items() if each[0].startswith(asked)]
             for name in names
@@ -569,7 +571,7 @@ _NEEDED = {
     "stages": "system.stage",
     "orders": "world.order",
 }
-"""Capabilities that every system has, with the scenario field that requests them."""
+"""Capabilities that every system has, with the scenario field that requests each."""
 _DEFAULTS = {each.name: each.default for each in fields(Numerics)} | {
     "grads_told": Numerics().told_at
 }
@@ -584,7 +586,7 @@ def _plain(numerics: Numerics) -> dict[str, Any]:
 
 
 def _longest(cases: Sequence[Scenario]) -> list[Scenario]:
-    """Return cases without those that only have fewer steps than another: more steps show more."""
+    """Return the longest of cases that differ only in steps, because more steps show more."""
     kept: dict[Scenario, Scenario] = {}
     for case in sorted(cases, key=lambda case: case.run.steps):
         kept[changed(replace(case, name=""), run={"steps": 0})] = case

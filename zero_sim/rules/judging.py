@@ -1,7 +1,7 @@
-"""Judging of single cases on simulated ranks, with explanations of differences.
+"""Judging of single cases on simulated ranks, with explained differences.
 
-`run` and `judge` import no explanations. They take the name of an explainer, and load it after the
-first difference.
+`run` and `judge` import no explanations. They take an explainer's name, and load it after the first
+difference.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Target
 
 EXPLAINER = "zero_sim.rules.explainer:Explainer"
-"""Name of the explainer, to pass on when opening a judge."""
+"""Name of the explainer, to pass on when a judge is opened."""
 
 
 def run_case(
@@ -32,19 +32,19 @@ def run_case(
     trajectories: Trajectories | None = None,
     with_digest: bool = True,
 ) -> CaseResult:
-    """Judge one case on simulated ranks: compare all state with the reference after every step.
+    """Judge a case on simulated ranks by comparing all state with the reference after every step.
 
     Args:
         scenario: A validated case.
-        pool: Worlds to reuse; None to create a world for this case only.
+        pool: Worlds to reuse; None to create a world only for this case.
         target: System under test; None for the registered target that the scenario names.
-        turns: Turns of an earlier run to repeat, one sequence per world. If they are not possible,
-            the case continues without them and a note reports it.
+        turns: Turns to repeat from an earlier run, one sequence per world. If they are not
+            possible, the case continues without them and a note reports this.
         keep_logs: True to return the event logs even if the case does not fail.
-        device: Device of all ranks and of the reference: any device of torch.
-        trajectories: Reference steps of earlier cases of a family. They do not change the result.
-        with_digest: True to return the digest of the event logs, which costs a few percent of a
-            small case.
+        device: torch device for all ranks and the reference.
+        trajectories: Reference steps from earlier cases in a family. They do not change the result.
+        with_digest: True to return a digest of the event logs, which costs a few percent in a small
+            case.
 
     Returns:
         The verdict with its findings, as for `zero_sim.run.runner.judge_case`.

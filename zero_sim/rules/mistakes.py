@@ -1,7 +1,7 @@
-"""Alternative steps: updates of systems with a known fault.
+"""Alternative steps: updates by systems with a known fault.
 
-Before the first difference, gradients are those of the reference. So all steps can be repeated from
-the start with other settings. An update is computed param by param, when it is compared.
+Before the first difference, gradients equal the reference's. So all steps can be repeated from the
+start with other settings. Each param is updated only when it is compared.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Mistakes:
     """
 
     again: Again
-    """The last step; earlier ones are in its history."""
+    """The last step; earlier steps are in its history."""
     sums: Mapping[str, Terms]
-    """Terms of incomplete gradients, by name."""
+    """Terms in incomplete gradients, by name."""
 
     assumed = "as the reference"
 
@@ -80,12 +80,12 @@ class Mistakes:
 
     @cached_property
     def _settings(self) -> dict[str, dict[str, Any]]:
-        """Fields of the spec that a system may have ignored, by name."""
+        """Spec fields that a system may have ignored, by name."""
         spec = self._spec
         if spec.name == "own":
             return {}  # The target's rule need not step params one by one.
         single: dict[str, dict[str, Any]] = {}
-        # A system that ignores a setting has torch's default.
+        # A system that ignores a setting uses torch's default.
         for option, default in torch_defaults(spec.name).items():
             own = getattr(spec, option)
             if default != own:
@@ -116,7 +116,7 @@ class Mistakes:
         if is_muon:
             # As a vector, which Muon does not orthogonalise.
             cuts["with no param orthogonalised"] = lambda _, tensor: [tensor.reshape(-1)]
-        # Reported ownership gives the true shards; otherwise assume equal ones.
+        # Reported ownership gives the true shards; otherwise assume equal shards.
         if spans := self._spans():
             cuts[name] = lambda param, tensor: _cut_at(tensor, spans.get(param, []))
         elif count > 1:
@@ -174,7 +174,7 @@ class Mistakes:
                     grads = dict(zip(pieces, cut(name, taken.grads[name]), strict=True))
                     grads = {key: grad.contiguous() for key, grad in grads.items()}
                     stepper.step(grads, factor=lr_factor(spec, step=taken.step))
-        # Every piece has state of its own. Scalars, such as step counts, are equal.
+        # Every piece has its own state. Scalars, such as step counts, are equal.
         states = list(stepper.state().values())
         state = {
             key: _joined([each[key] for each in states], like=start) if value.dim() else value
@@ -207,7 +207,7 @@ def _uncut(_: str, tensor: Tensor) -> Sequence[Tensor]:
 
 
 def _cut_at(tensor: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Cut a param into parts: into rows if a part consists of whole rows, else into flat parts."""
+    """Cut a param into parts: rows if a part consists of whole rows, else flat parts."""
     return list(_parts(tensor, spans)) or [tensor]
 
 

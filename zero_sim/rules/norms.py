@@ -1,6 +1,6 @@
-"""Norms of many random gradients, which decide a system's rule for the norm.
+"""Norms over many random gradients, which decide a system's norm rule.
 
-Rules for a norm differ by an ulp for some gradients only, so a few cases do not distinguish them.
+Norm rules differ by an ulp, and only for some gradients, so a few cases do not distinguish them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from zero_sim.run.small_cases import changed, rounded, with_model
 from zero_sim.scenario.spec import ModelName, ModelSpec, Scenario
 
 NORMS_MIN = 200
-"""Random gradients whose norms must fit a rule before it is declared."""
+"""Number of random gradients whose norms must fit a rule before it is declared."""
+# Each step has another gradient.
 _NORM_STEPS = 10
-"""Steps per case: each has another gradient."""
+# More than `NORMS_MIN` requires, because norms that depend on the summation order are not compared.
 _NORM_CASES = 22
-"""More than `NORMS_MIN` requires: norms that depend on the summation order are not compared."""
 _SHAPES: Sequence[tuple[tuple[int, ...], ...]] = (
     ((2, 2),),
     ((1201,),),
@@ -30,23 +30,23 @@ _SHAPES: Sequence[tuple[tuple[int, ...], ...]] = (
     ((40,), (31, 3)),
     ((1025,), (2,)),
 )
-"""Shapes of params; every second entry has more than 1,000 elements."""
+"""Param shapes; every second entry has more than 1,000 elements."""
 _WIDTHS = (2, 12, 3, 13, 4, 14, 5, 15, 6, 16)
-"""Widths of `mlp`, in place of these shapes."""
+"""`mlp` widths that replace these shapes."""
 
 
 def norm_cases(
     base: Scenario, *, model: ModelName, ranks_max: int, divisor: int = 1
 ) -> Iterator[Scenario]:
-    """Yield cases that clip by the norms of more than `NORMS_MIN` gradients, half of them long.
+    """Yield cases that clip by norm, with more than `NORMS_MIN` gradients, half of them long.
 
     Args:
         base: A case that passes.
-        model: `params`, or `mlp` for a system without support for it.
+        model: `params`, or `mlp` for systems that do not support `params`.
         ranks_max: Largest number of ranks.
-        divisor: Number that divides first dimensions of params.
+        divisor: Number that divides each param's first dimension.
     """
-    # Norms of shards depend on the number of ranks.
+    # Shard norms depend on the number of ranks.
     sizes = [size for size in (2, 3, 4) if size <= ranks_max] or [ranks_max]
     for index in range(_NORM_CASES):
         turn, place = divmod(index, len(_SHAPES))
@@ -61,7 +61,7 @@ def norm_cases(
             f"norms of gradients {index + 1}",
             model=spec,
             optimizer={"clip_norm": 0.01 * (1 + index % 4), "lr": 0.1},
-            # Shifted each round, so that every shape meets several numbers of ranks.
+            # Shifted each round, so that every shape meets several world sizes.
             world={"size": sizes[(place + turn) % len(sizes)]},
             run={"steps": _NORM_STEPS, "seed": index},
         )
@@ -74,12 +74,12 @@ def confirm_norm(
     ranks_max: int,
     refuses: Callable[[Scenario], bool],
 ) -> str:
-    """Find rules that fit the norms of all gradients; return the reason if there are none.
+    """Find rules that fit all gradients' norms; return the reason if there are none.
 
-    If too few gradients pass, or no rule fits all, the norm is declared as `told`.
+    If too few gradients pass, or if no rule fits all, the norm is declared as `told`.
 
     Args:
-        search: Search with rules by which a few clipping cases pass.
+        search: Search whose rules already pass a few clipping cases.
         base: A case that passes.
         ranks_max: Largest number of ranks.
         refuses: Returns True if the target refuses a case.
@@ -97,13 +97,13 @@ def confirm_norm(
         if not why and norms_passed(search) >= NORMS_MIN:
             return ""
         if why and any(case not in search.limited for case in cases):
-            # Not a refusal of sizes, so divisible ones will not help.
+            # No refusal of sizes, so divisible sizes will not help.
             break
     search.numerics["norm"] = "told"
     return why
 
 
 def norms_passed(search: RuleSearch) -> int:
-    """Return the number of gradients whose norms pass by the rules found so far."""
+    """Return the number of gradients whose norms pass under the rules found so far."""
     clipped = (case for case in search.passed if case.optimizer.clip_norm is not None)
     return sum(case.run.steps for case in clipped)

@@ -1,10 +1,10 @@
 """Names under which a library keeps rank-local data, found by running two ranks.
 
-Every global, class attribute and mutable default argument of the packages moves with the baton. So
-libraries that expect one rank per process run at all, and names that a rank changes are those with
-rank-local data. A first run, in which each rank imports the packages itself, finds the modules. It
-is needed because a module imported in the middle of a program is not in its initial state. Objects
-that are changed in place are missed, except for Python's containers.
+Every global, class attribute and mutable default argument in the packages is swapped when the baton
+moves. So libraries that expect one rank per process can run, and names that a rank changes have
+rank-local data. A first run, in which each rank imports the packages itself, finds the modules.
+This run is needed because a module that is imported in the middle of a program does not keep its
+initial state. Objects that are changed in place are missed, except for Python's containers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zero_sim.targets import Target
 from zero_sim.targets.rank_local import RankLocal, prepare, rank_local_of
 
 _ROUNDS_MAX = 4
-"""Largest number of runs per case: each imports modules that the previous run did not reach."""
+"""Most runs per case. Each run imports modules that the previous run did not reach."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class KeptNames:
     packages: tuple[str, ...]
     """Top-level packages that were searched."""
     looked_at: int
-    """Number of names that were swapped and compared."""
+    """Number of names swapped and compared."""
     results: Sequence[CaseResult]
     """Results of the cases, run again with only the changed names swapped."""
 
@@ -48,7 +48,7 @@ class KeptNames:
 def find_kept_names(
     target: Target, scenarios: Sequence[Scenario], *, packages: Collection[str]
 ) -> KeptNames:
-    """Run cases with all names swapped, until nothing new is imported, and return changed names.
+    """Run cases with all names swapped until nothing new is imported, and return changed names.
 
     Args:
         target: The system under test.
@@ -63,12 +63,11 @@ def find_kept_names(
     with WorldPool() as worlds:
         for scenario in scenarios:
             ranks = scenario.world.size
-            # All names of the packages, instead of the declared ones.
+            # All names in the packages, instead of the declared names.
             copies = replace(declared, names=(), packages=tuple(packages))
             imported = _ImportedModules(copies)
             _judge(scenario, target, worlds, RankLocalState(copies, ranks_max=ranks), imported)
-            # Import in this process, so that the names of all modules exist before the first rank
-            # runs.
+            # Import in this process, so that all modules' names exist before the first rank runs.
             for name in imported.names:
                 importlib.import_module(name)
             for _ in range(_ROUNDS_MAX):
@@ -102,7 +101,7 @@ def _judge(
 
 
 class _ImportedModules(OwnState):
-    """Each rank imports packages itself; the names of their modules are recorded."""
+    """Each rank imports packages itself; module names are recorded."""
 
     def __init__(self, copies: RankLocal) -> None:
         super().__init__(copies)
@@ -117,7 +116,7 @@ class _ImportedModules(OwnState):
 
 
 class _ComparedNames:
-    """All names are swapped; those that a rank changed are recorded."""
+    """All names are swapped; names that a rank changed are recorded."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = list(names)
@@ -152,11 +151,11 @@ class _ComparedNames:
 
 
 def _same(given: Any, value: Any) -> bool:
-    """Return True if a value still equals the copy that a rank was given."""
+    """Return True if a value still equals the copy that the rank received."""
     if given is value:
         return True
     if type(given) is not type(value) or copied(given) is given:
-        # Numbers and strings compare by value. Any other object is another value.
+        # Numbers and strings compare by value, all other objects by identity.
         return type(given) is type(value) and type(value) in _PLAIN and given == value
     if len(given) != len(value):
         return False
@@ -171,10 +170,10 @@ _PLAIN = (bool, int, float, complex, str, bytes)
 
 
 def _data_names(packages: Collection[str]) -> Iterator[str]:
-    """Yield all names in modules of some packages that can hold data."""
+    """Yield all names that can hold data in the packages' modules."""
     wanted = frozenset(packages)
     for module_name, module in list(sys.modules.items()):
-        # Entries of sys.modules need not be modules.
+        # Entries in sys.modules need not be modules.
         if module_name.partition(".")[0] not in wanted or not isinstance(module, types.ModuleType):
             continue
         for key, value in list(vars(module).items()):
@@ -198,7 +197,7 @@ def _names_of_class(module_name: str, path: str, made: type) -> Iterator[str]:
 
 
 def _is_kept(made: type, key: str, value: object) -> bool:
-    # Members of an enumeration are fixed, and descriptors store values elsewhere.
+    # Enum members are fixed, and descriptors store values elsewhere.
     is_fixed = hasattr(made, "__members__") or hasattr(type(value), "__get__")
     return is_data(key, value) and not is_fixed
 

@@ -5,34 +5,34 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-# Shared end of the remarks on a missing division.
+# Shared ending for remarks on a missing division.
 _IF_INTENDED = "If this is intended, declare it; otherwise divide by the number of"
 
 
 @dataclass(kw_only=True, slots=True)
 class FoundRules:
-    """Rules and capabilities of a target."""
+    """A target's rules and capabilities."""
 
     target: str
     numerics: dict[str, Any] = field(default_factory=dict)
-    """Fields of `Numerics` with non-default values."""
+    """`Numerics` fields with non-default values."""
     capabilities: dict[str, Any] = field(default_factory=dict)
-    """Fields of `Capabilities` with non-default values."""
+    """`Capabilities` fields with non-default values."""
     unclear: list[str] = field(default_factory=list)
     """Open questions, with reasons."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """Unsupported settings, each with the result of its case."""
+    """Unsupported settings, each with its case's result."""
     contradicted: list[str] = field(default_factory=list)
     """Declarations that differ from the findings."""
     limits: dict[str, list[str]] = field(default_factory=dict)
-    """Names of cases whose sizes are refused, by the system's own check."""
+    """Names of cases with refused sizes, by the system's own check."""
     alarms: list[str] = field(default_factory=list)
-    """Symptoms of a faulty system. If there are any, declare nothing that was found."""
+    """Symptoms of a faulty system. If there are any, do not declare the rules found."""
     cases: int = 0
 
     @property
     def undivided(self) -> dict[str, str]:
-        """Missing divisor of the gradient, with the remedy, by field of `numerics`."""
+        """Missing gradient divisors with their remedy, by `numerics` field."""
         if self.numerics.get("divide") == "none":
             what = "The sum over the ranks is not divided, so the gradient is N x the mean"
             return {"divide": f"{what}, with N ranks. {_IF_INTENDED} ranks."}

@@ -1,7 +1,7 @@
-"""Search for rules by which cases pass, led by the proposals of findings.
+"""Search for rules under which cases pass, led by proposals in findings.
 
 If only params are observed, a case can differ without a proposal, because an earlier step was wrong
-and did not show it. Then rules for sums are tried in order.
+and did not show it. Then sum rules are tried in order.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import OptimizerSpec, Scenario
 from zero_sim.targets import Numerics, Target, class_of
 
+# Most successive changes.
 _DEPTH = 8
-"""Largest number of successive changes."""
+# Most declarations to try on a set of cases.
 _TRIED_MAX = 80
-"""Largest number of declarations to try on a set of cases."""
 # Checks that compare updates.
 _OF_UPDATES = (Check.EQUALITY_STATE, Check.EQUALITY_MASTER)
+# Largest difference from torch's update that messages call a rounding, in ulp.
 _ROUNDING_ULP = 64
-"""Largest difference of an update from torch's that messages call a rounding, in ulp."""
 _OF_GRADS = (Check.EQUALITY_GRAD, Check.EQUALITY_STATE, Check.EQUALITY_MASTER)
 _REPORT_FORMS: Sequence[Mapping[str, Any]] = (
     {"grads_told": "after-division"},
@@ -38,7 +38,7 @@ _REPORT_FORMS: Sequence[Mapping[str, Any]] = (
     {"told_dtype": "param"},
     {"grads_told": "after-division", "told_dtype": "param"},
 )
-"""Forms of reporting a gradient, tried if nothing else is known."""
+"""Forms in which a gradient may be reported, tried if nothing else is known."""
 _SUM_RULES: Sequence[Mapping[str, Any]] = (
     *({"divide": rule} for rule in DIVIDE_RULES),
     {"divide_by": "ranks"},
@@ -52,7 +52,7 @@ _SUM_RULES: Sequence[Mapping[str, Any]] = (
     {"accumulate_dtype": "fp32", "reduce_dtype": "param"},
     {"accumulate_dtype": "param", "reduce_dtype": "fp32"},
 )
-"""Rules for sums of gradients, tried if only updates are observed."""
+"""Rules for gradient sums, tried if only updates are observed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ class Failed:
     said: Mapping[str, Any]
     case: str
     passed: int
-    """Cases that passed before, with the same declaration."""
+    """Number of cases that passed before, with the same declaration."""
     finding: Finding
     differ_count: int
     """Number of differing elements in all findings."""
@@ -91,13 +91,9 @@ class Failed:
         )
 
     def as_rounding(self, spec: OptimizerSpec) -> str:
-        """Return the difference and a remedy if only updates differ, slightly; '' otherwise.
-
-        Args:
-            spec: The optimizer of the case.
-        """
+        """Return the difference and a remedy if only updates differ, slightly; '' otherwise."""
         first = self.finding
-        # A larger difference may come from a gradient that is divided differently than reported.
+        # A larger difference may come from a gradient that is not divided as reported.
         if first.check not in _OF_UPDATES or first.ulp is None or first.ulp > _ROUNDING_ULP:
             return ""
         return (
@@ -110,7 +106,7 @@ class Failed:
 
 @dataclass(slots=True)
 class _Tried:
-    """State of one search through declarations."""
+    """State of a search through declarations."""
 
     sums: bool
     always_guesses: bool
@@ -119,30 +115,28 @@ class _Tried:
 
 @dataclass(slots=True)
 class RuleSearch:
-    """Rules of a target as far as they are known, and the cases that decided them."""
+    """A target's rules as far as known, and the cases that decided them."""
 
     target: Target
     pool: WorldPool
     numerics: dict[str, Any] = field(default_factory=dict)
-    """Fields of `Numerics` by which all cases in `passed` pass."""
+    """`Numerics` fields under which all cases in `passed` pass."""
     passed: list[Scenario] = field(default_factory=list)
     """Cases that decide rules."""
     cases: int = 0
-    """Number of cases that were run."""
+    """Number of cases run."""
     limited: dict[Scenario, str] = field(default_factory=dict)
-    """Cases that the system refuses by its own check of sizes, with this check."""
+    """Cases that the system refuses because of their sizes, with its reason."""
     why: str = ""
-    """First problem of the cases that are being settled."""
+    """First problem in the cases that are being settled."""
     nearest: Failed | None = None
-    """Differences under the declaration that came nearest to passing them."""
+    """Differences under the declaration that came nearest to passing these cases."""
     _grads_differed: bool = False
 
     def judge(self, case: Scenario, said: Mapping[str, Any] | None = None) -> CaseResult | str:
-        """Return the result of a case by some rules, or the reason why there is none.
+        """Return a case's result under some rules, or the reason why there is none.
 
-        Args:
-            case: Any case.
-            said: Fields of `Numerics`; None for those found so far.
+        `said` has fields of `Numerics`; None for the rules found so far.
         """
         self.cases += 1
         try:
@@ -152,7 +146,7 @@ class RuleSearch:
             asked = Asked(self.target, Numerics(**rules))
             result = run_case(case, pool=self.pool, target=asked)
         except (UsageError, EnvironmentProblem) as error:
-            # The first of several problems is enough.
+            # The first problem is enough.
             return " ".join(line.strip() for line in str(error).splitlines()[:2])
         if result.verdict == "error":
             return (result.error or "the case could not be judged").splitlines()[0]
@@ -162,14 +156,14 @@ class RuleSearch:
         return result
 
     def settle(self, *cases: Scenario, sums: bool = False) -> str:
-        """Find rules by which cases pass; return the problem if there are none.
+        """Find rules under which cases pass; return the problem if there are none.
 
         Args:
-            cases: Cases to pass, simplest first. Those whose sizes the system refuses are omitted.
-            sums: True to try rules for sums if a param differs without a proposal.
+            cases: Cases to pass, simplest first. Cases with refused sizes are omitted.
+            sums: True to try sum rules if a param differs without a proposal.
         """
         self.why, self.nearest, self._grads_differed = "", None, False
-        # The second attempt guesses forms of reporting even if findings have proposals.
+        # The second attempt guesses report forms even if findings have proposals.
         for always_guesses in (False, True):
             tried = _Tried(sums=sums, always_guesses=always_guesses)
             said = self._fitting(cases, dict(self.numerics), tried=tried, depth=_DEPTH)
@@ -191,7 +185,7 @@ class RuleSearch:
         depth: int,
         may_guess: bool = True,
     ) -> dict[str, Any] | None:
-        """Return a declaration by which all cases pass, led by findings; None if there is none."""
+        """Return a declaration under which all cases pass, led by findings; None without one."""
         # A depth-first search. Declarations already tried are not repeated.
         tried.said.append(said)
         for passed, case in enumerate(cases):
@@ -228,22 +222,22 @@ class RuleSearch:
     def _changes(
         self, result: CaseResult, *, tried: _Tried, may_guess: bool
     ) -> tuple[Sequence[Mapping[str, Any]], bool]:
-        """Return changes to try after a failure, and True if some of them are guessed.
+        """Return changes to try after a failure, and True if some are guessed.
 
-        Forms of reporting are guessed if no finding has a proposal, or always: a proposal that fits
-        a single case may fit by accident.
+        Report forms are guessed if no finding has a proposal. With `always_guesses` they are always
+        guessed, because a proposal may fit a single case by accident.
         """
         check, named = result.findings[0].check, declared_by(result)
         # "No division" fits many cases by accident, especially with one rank.
         changes = sorted(named, key=lambda change: change.get("divide") == "none")
         if check in _OF_GRADS and may_guess and (tried.always_guesses or not changes):
-            # If the gradient differs and is also reported in another form, no single change fits.
-            # The same holds if it is not reported and only its update differs.
+            # No single change fits if a differing gradient is also reported in another form, or if
+            # it is not reported and only its update differs.
             return (*changes, *_REPORT_FORMS), True
         if check is Check.EQUALITY_PARAMS and may_guess and tried.sums and not changes:
             return _SUM_RULES, True
         if check is Check.EQUALITY_NORM:
-            # Any form of norm can be judged by the reported norm.
+            # Any norm form can be judged by the reported norm.
             return (*changes, {"norm": "told"}), False
         return changes, False
 
@@ -259,7 +253,7 @@ class RuleSearch:
             passed=passed,
             finding=first,
             differ_count=sum(each.differ_count or 0 for each in result.findings),
-            # Keep the best attempt, for messages.
         )
+        # Keep the best attempt, for messages.
         if self.nearest is None or failed.nearness > self.nearest.nearness:
             self.nearest = failed

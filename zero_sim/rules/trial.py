@@ -1,7 +1,7 @@
-"""Trial of alternatives: rules and faults that fit all observations of a differing step.
+"""Trial of alternatives: rules and faults that fit all observations from a differing step.
 
-A correct system with a wrongly declared rule differs from the reference as a faulty one does. So
-the step is repeated: first by rules with one change, then, if none of these fits, with two.
+A correct system with a wrong declaration differs from the reference like a faulty system. So the
+step is repeated under rules with one change, and if none fits, with two changes.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Alternatives(Protocol):
 
 
 class Trial:
-    """Tries alternatives on one step, and keeps those that fit.
+    """Tries alternatives on one step, and keeps all that fit.
 
     Args:
-        what: Kind of result: gradients, updates or faults.
+        what: Result kind: gradients, updates or faults.
         alternatives: Alternatives to try.
         expected: The expected step.
     """
@@ -53,7 +53,7 @@ class Trial:
         self.fitting: dict[str, StepAgain] | None = None
         """Alternatives that fit, by rule; None before the first difference."""
         self.shows_state = False
-        """True if optimizer state was observed, because it shows a gradient's factor."""
+        """True if optimizer state was observed, which shows a gradient's factor."""
 
     def agree(self, seen: Seen) -> None:
         """Record a place that agrees."""
@@ -64,17 +64,12 @@ class Trial:
             self._keep(seen, self._wanted(seen))
 
     def differ(self, seen: Seen, got: Mapping[str, Tensor]) -> None:
-        """Record a place that differs.
-
-        Args:
-            seen: The place.
-            got: The rank's tensors at this place.
-        """
+        """Record a place that differs, with the rank's tensors there."""
         # Later places can only exclude alternatives.
         if self.fitting is not None:
             self._keep(seen, got)
             return
-        # Two changes only if no single one fits.
+        # Two changes only if no single change fits.
         for some in (self._alternatives.singles, self._alternatives.pairs):
             self.fitting = {**some()}
             self._tried += len(self.fitting)
@@ -92,7 +87,7 @@ class Trial:
     def _keep(self, seen: Seen, got: Mapping[str, Tensor]) -> None:
         """Keep the alternatives that match a rank's tensors at a place."""
         assert self.fitting is not None
-        # Several tensors: optimizer state as well as the param.
+        # Several tensors include optimizer state as well as the param.
         self.shows_state |= len(got) > 1
         self.fitting = {
             rule: by for rule, by in self.fitting.items() if _same(seen.pick(by.at(seen.rank)), got)
