@@ -1,4 +1,4 @@
-"""Alternatives to a step: other rules (one or two changes), or sums that lack terms."""
+"""Alternatives to a step: other rules (one or two changes), or incomplete sums."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class SumRules:
             "sync": rules.sync or system.sync,
             "grad_dtype": system.grad_dtype,
         }
-        # Only fields that are set, as in a declaration.
+        # Only fields with a value, as in a declaration.
         of_losses = ("scale_loss", "scale_second")
         of_sums = ("predivide_by", "accumulate_dtype", "reduce_dtype", "copies_dtype")
         for name in (*of_losses, *of_sums):
@@ -147,7 +147,7 @@ class SumRules:
         if "grad_dtype" in change:
             dtype = change["grad_dtype"]
             rules = replace(rules, accumulate_dtype=dtype, reduce_dtype=dtype)
-        # Fields that the change replaces, as in `declared.with_change`.
+        # Replaced fields, as in `declared.with_change`.
         if "sync" in change:
             rules = replace(rules, divide_each="step")
         plain = {name: value for name, value in change.items() if name != "grad_dtype"}
@@ -167,7 +167,7 @@ class UpdateRules:
 
     @property
     def assumed(self) -> str:
-        """The reference rule that is most likely to differ, in words."""
+        """The reference rule most likely to differ, in words."""
         if self._clips:
             return _declared(self.again.rules.clip)
         return f"unused = {self.again.rules.unused!r}" if self.sums is None else self.sums.assumed
@@ -199,7 +199,7 @@ class UpdateRules:
 
     @cached_property
     def _other_clips(self) -> list[ClipForm]:
-        """Clip forms that give other bits than the reference's form."""
+        """Clip forms with other bits than the reference's form."""
         rules, taken = self.again.rules, self.again.by().step
         if not self._clips:
             return []
@@ -217,7 +217,7 @@ class UpdateRules:
 def norm_steps(again: Again) -> dict[str, StepAgain]:
     """Return the step under other norm rules."""
     rules = again.rules
-    # In other orders, positions in the call that adds squares are unknown.
+    # In other orders, positions in the squares' call are unknown.
     is_free = again.scenario.world.order in POSITION_FREE
     known: Sequence[Norm] = NORMS if is_free else ("of-elements", "of-params")
     # Norms over owned parts need reported ownership.

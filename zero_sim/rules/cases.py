@@ -28,7 +28,7 @@ from zero_sim.targets.models import own_models_of
 from zero_sim.workloads import build_workload
 
 DIVISOR = 12
-"""Sizes that this number divides can be sharded over 1, 2, 3, 4 and 6 ranks."""
+"""Multiples of this number can be sharded over 1, 2, 3, 4 and 6 ranks."""
 
 
 _PLAIN_MODELS: Mapping[str, Any] = {
@@ -63,7 +63,7 @@ def rule_cases(base: Scenario, *, dtype: DtypeName, ranks_max: int) -> Iterator[
     """Yield cases that decide gradient rules, simplest first.
 
     Args:
-        base: A case that the system supports.
+        base: A supported case.
         dtype: Working dtype.
         ranks_max: Largest number of ranks.
     """
@@ -93,7 +93,7 @@ def rule_cases(base: Scenario, *, dtype: DtypeName, ranks_max: int) -> Iterator[
 
 
 def unused_cases(base: Scenario) -> Iterator[Scenario]:
-    """Yield cases with a param that no rank uses and weight decay, smaller case first.
+    """Yield cases with weight decay and an unused param, smaller case first.
 
     The second case also has params in another dtype, which shows the dtype in which a factor is
     rounded.
@@ -125,7 +125,7 @@ def clip_cases(base: Scenario) -> Iterator[Scenario]:
 def second_loss_case(base: Scenario) -> Scenario:
     """Return a case with a second loss, in which all named factors are different."""
     model = ModelSpec(name="multi-token", dtype=base.model.dtype, hidden=base.model.hidden)
-    # Three micro-batches, four ranks and cp = 2, so that all named factors differ.
+    # With three micro-batches, four ranks and cp = 2, all named factors differ.
     case = changed(base, "a second loss", model=model, run={"steps": 2, "micro_batches": 3})
     return changed(case, world={"size": 4}, topology=TopologySpec(cp=2))
 
@@ -166,7 +166,7 @@ SETTINGS: Mapping[str, Any] = {
 
 def settings_followed(name: OptimizerName, follows: Collection[str]) -> list[str]:
     """Return the optimizer's settings whose paths are in `follows`."""
-    # `without_unused` resets settings that the optimizer lacks to their defaults.
+    # `without_unused` resets all other settings to their defaults.
     with_all = without_unused(of_optimizer(BASE, name, [p for p in SETTINGS if p in follows]))
     default, has = OptimizerSpec(), with_all.optimizer
     names = {path: path.partition(".")[2] for path in SETTINGS}
@@ -201,7 +201,7 @@ def _frozen(base: Scenario) -> Scenario:
 
 
 def _with_one_reader(base: Scenario) -> Scenario:
-    """Return the case with a param that a single rank, or its first micro-batch, reads."""
+    """Return the case with a param read by a single rank, or by its first micro-batch."""
     alone = base.world.size == 1
     one = OneRankSpec(param="p1", rank=0, micro_batch=0 if alone else None)
     case = _bare(base, one_rank=(one,))
@@ -249,7 +249,7 @@ FOLLOWED: Mapping[str, Vary] = {
         base, run={"steps": 3}, reload=ReloadSpec(step=1, async_steps=1)
     ),
 }
-"""By option: a case in which the option affects a compared value."""
+"""Cases by option, in which the option affects a compared value."""
 
 
 def _overflow(base: Scenario) -> Scenario:
@@ -260,4 +260,4 @@ def _overflow(base: Scenario) -> Scenario:
 
 
 SECOND: Mapping[str, Vary] = {"optimizer.loss_scale": _overflow}
-"""By option: a second case, for behaviour that the first case does not cover."""
+"""Second cases by option, for behaviour beyond the first case."""

@@ -32,7 +32,7 @@ class Explainer:
         expected: The reference's step.
         reference: The reference, which may be some steps ahead.
         group: The judged group, with its targets and observations.
-        agreed: Places that agreed so far.
+        agreed: Places without a difference so far.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Explainer:
         if again.start.history is not None:
             mistakes = Mistakes(again=again, sums={} if sums is None else partial_sums(again))
             self._mistakes = Trial("mistake", mistakes, expected=again.by())
-        # Alternatives must also fit places that agreed before the first difference.
+        # Alternatives must also fit all places before the first difference.
         for seen in agreed:
             self._agree(seen)
 
@@ -82,7 +82,7 @@ class Explainer:
             self._mistakes.agree(seen)
 
     def known_grads(self, name: str, *, rank: int, start: int) -> Iterator[Known]:
-        """Yield gradients that lack terms. If several have equal bits, yield the most likely."""
+        """Yield incomplete gradients. If several have equal bits, yield the most likely."""
         again = self._again
         if self._sums is None or name not in again.by().active:
             return

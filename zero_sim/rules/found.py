@@ -46,7 +46,7 @@ from zero_sim.targets import Capabilities, Numerics, Target, capabilities_of, nu
 from zero_sim.targets.declared import followed, refusals
 
 _ALIKE_CASES = 8
-"""Most cases that two rules must pass before they are called equal."""
+"""Most cases that two rules must pass to be called equal."""
 _OF_DTYPES = ("grad_dtype", "accumulate_dtype", "reduce_dtype", "told_dtype")
 _RULED = ("system.divide", "system.divide_by", "system.sync", "system.grad_dtype")
 """Options that declared rules replace."""
@@ -90,7 +90,7 @@ class _Search:
     misclips: bool = False
     """True if no known clipping rule fits."""
     failed: set[str] = field(default_factory=set)
-    """Unsupported settings that the target did not refuse."""
+    """Unsupported settings, except for refused settings."""
 
     def __post_init__(self) -> None:
         self.found = FoundRules(target=self.target.name)
@@ -179,8 +179,8 @@ class _Search:
         nearest = self.search.nearest
         came = nearest.in_words() if nearest else why
         return (
-            f"no known rule gives the results of {ranks} ranks; {came}. All findings here are of "
-            "one rank, where nothing is summed or sharded: declare none before this is fixed"
+            f"no known rule gives the results of {ranks} ranks; {came}. All findings here come "
+            "from one rank, where nothing is summed or sharded: declare none until this is fixed"
         )
 
     def _refuses(self, case: Scenario) -> bool:
@@ -204,7 +204,7 @@ class _Search:
                 self.found.left_out[f"model.dtype = {dtype!r}"] = why
                 return False
             self.found.unclear.append(
-                f"{dtype}: no rule fits several micro-batches, so only one is used ({why})"
+                f"{dtype}: no rule fits several micro-batches, so cases use only one ({why})"
             )
         for unused in unused_cases(cases[0]):
             why = self.search.settle(unused)
@@ -227,7 +227,7 @@ class _Search:
     def _settle_together(
         self, dtype: DtypeName, cases: Sequence[Scenario], *, before: dict[str, Any]
     ) -> None:
-        """Find rules that fit this dtype and all earlier dtypes; otherwise report the conflict."""
+        """Find rules for this dtype and all earlier dtypes, or report the conflict."""
         earlier = _longest([case for case in self.search.passed if case.model.dtype != dtype])
         for case in earlier:
             result = self.search.judge(case)
@@ -238,7 +238,7 @@ class _Search:
             self.search.numerics = before
             if self.search.settle(*cases, *earlier, sums=True):
                 self.found.unclear.append(
-                    f"rules depend on the dtype: {dtype} needs {in_words(now)}, with which "
+                    f"rules depend on the dtype: {dtype} needs {in_words(now)}, but then "
                     f"{case.name!r} differs; declare numerics(scenario)"
                 )
             return
@@ -289,7 +289,9 @@ class _Search:
             able["world_size_max"] = most
         elif base.world.size < 3 and not self.found.alarms:
             able["world_size_max"] = base.world.size
-            self.found.unclear.append("world_size_max: it refuses 3 ranks: declare its limit")
+            self.found.unclear.append(
+                "world_size_max: it refuses 3 ranks: declare its limit"
+            )
         able["optimizers"] = self._of(
             get_args(OptimizerName),
             "optimizer.name",
@@ -311,8 +313,8 @@ class _Search:
         higher = [n for n in (2, 3) if n in declared.stages and shards]
         if shards:
             self.found.unclear.append(
-                "stages 2 and 3 differ from 1 in costs only: "
-                f"{'taken as declared' if higher else 'declare those that it has'}"
+                "stages 2 and 3 differ from 1 only in costs: "
+                f"{'taken as declared' if higher else 'declare the stages it has'}"
             )
         able["stages"] = (*stages, *higher)
         shapes = {"empty_params": ((3,), (0,), (2,)), "scalar_params": ((3,), (), (2,))}
@@ -333,7 +335,7 @@ class _Search:
         return tuple(v for v in values if self.passes(case_of(v), f"{path} = {v!r}"))
 
     def _passes_in_some_size(self, cases: Iterable[Scenario], what: str) -> bool:
-        """Return True if a case passes; skip cases with sizes that the system refuses."""
+        """Return True if a case passes; skip refused sizes."""
         for case in cases:
             self.found.left_out.pop(what, None)
             if self.passes(case, what):
@@ -371,7 +373,7 @@ class _Search:
         return self._has_passed(result, path)
 
     def _takes_settings(self, name: OptimizerName, follows: Sequence[str]) -> bool:
-        """Return True if an optimizer passes with all settings that the system follows."""
+        """Return True if an optimizer passes with all settings in `follows`."""
         paths = settings_followed(name, follows)
         result = self.search.judge(of_optimizer(self.base, name, paths))
         if isinstance(result, str):
@@ -415,14 +417,15 @@ class _Search:
             )
         if hidden:
             self.found.unclear.append(
-                f"{', '.join(hidden)}: no effect on compared values: declare those that it follows"
+                f"{', '.join(hidden)}: no effect on compared values: declare any that it follows"
             )
         return tuple(follows)
 
     def _name_alternatives(self) -> None:
         """Report other rules that also pass all cases, and prefer the declared rule."""
         declared = _plain(numerics_of(self.target, self.base))
-        # Cases in which rules differ most come first, so that the first case decides most rules.
+        # Cases in which rules differ most come first, because the first case then decides most
+        # rules.
         passed = sorted(
             _longest(self.search.passed),
             key=lambda case: (-case.world.size, -case.run.micro_batches),
@@ -430,7 +433,7 @@ class _Search:
         narrow = any(case.model.dtype != "fp32" for case in passed)
         if not narrow:
             self.found.unclear.append(
-                f"{', '.join(_OF_DTYPES)}: all are fp32 if params are: as declared"
+                f"{', '.join(_OF_DTYPES)}: all mean fp32 if params are fp32: as declared"
             )
         for name, known in _ALTERNATIVES.items():
             # A norm declared as `told` passes in any form.
@@ -493,7 +496,7 @@ class _Search:
         return True
 
     def _pass_as_declared(self, names: Sequence[str]) -> bool:
-        """Return True if every case passes under the dtypes that are declared for it."""
+        """Return True if every case passes under its own declared dtypes."""
         # A declaration for fp32 does not apply to other dtypes, because in fp32 all names mean
         # fp32.
         for case in self.search.passed:
@@ -504,7 +507,7 @@ class _Search:
         return True
 
     def _compare(self, able: Capabilities) -> None:
-        """Record the capabilities, and the target's declarations that differ."""
+        """Record the capabilities, and any declaration with another value."""
         plain, declared = Capabilities(), capabilities_of(self.target)
         for each in fields(Capabilities):
             value = getattr(able, each.name)
@@ -547,8 +550,9 @@ class _Search:
             return
         came = left_out[names[0]]
         self.found.alarms.append(
-            f"{', '.join(names)} = (): nothing passes by the rules that were found, so they are "
-            "not the system's, or it is faulty" + "".join(f": {w}: {why}" for w, why in came[:1])
+            f"{', '.join(names)} = (): nothing passes under the rules found, so either they are "
+            "not the system's rules, or the system is faulty"
+            + "".join(f": {w}: {why}" for w, why in came[:1])
         )
 
     def _compare_words(self, name: str, able: Any, declared: Any) -> None:
@@ -571,7 +575,7 @@ _NEEDED = {
     "stages": "system.stage",
     "orders": "world.order",
 }
-"""Capabilities that every system has, with the scenario field that requests each."""
+"""Capabilities of every system, each with the scenario field that requests it."""
 _DEFAULTS = {each.name: each.default for each in fields(Numerics)} | {
     "grads_told": Numerics().told_at
 }

@@ -26,7 +26,7 @@ _WHOLE_PARAM_OPTIMIZERS = {
     "lamb": "with each shard scaled by its own norms",
 }
 Cut = Callable[[str, Tensor], Sequence[Tensor]]
-"""Cuts a param into the tensors that a system steps separately; views."""
+"""Cuts a param into separately stepped tensors; views."""
 
 
 @dataclass(frozen=True, kw_only=True)

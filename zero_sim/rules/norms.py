@@ -38,7 +38,7 @@ _WIDTHS = (2, 12, 3, 13, 4, 14, 5, 15, 6, 16)
 def norm_cases(
     base: Scenario, *, model: ModelName, ranks_max: int, divisor: int = 1
 ) -> Iterator[Scenario]:
-    """Yield cases that clip by norm, with more than `NORMS_MIN` gradients, half of them long.
+    """Yield clipping cases with more than `NORMS_MIN` gradients, half of them long.
 
     Args:
         base: A case that passes.
@@ -74,7 +74,7 @@ def confirm_norm(
     ranks_max: int,
     refuses: Callable[[Scenario], bool],
 ) -> str:
-    """Find rules that fit all gradients' norms; return the reason if there are none.
+    """Find rules for all gradients' norms; return the reason if there are none.
 
     If too few gradients pass, or if no rule fits all, the norm is declared as `told`.
 

@@ -3,8 +3,9 @@
 Every global, class attribute and mutable default argument in the packages is swapped when the baton
 moves. So libraries that expect one rank per process can run, and names that a rank changes have
 rank-local data. A first run, in which each rank imports the packages itself, finds the modules.
-This run is needed because a module that is imported in the middle of a program does not keep its
-initial state. Objects that are changed in place are missed, except for Python's containers.
+This run is needed because names must be copied before a rank changes them, so all modules must be
+imported before ranks start. Objects that are changed in place are missed, except for Python's
+containers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from zero_sim.targets import Target
 from zero_sim.targets.rank_local import RankLocal, prepare, rank_local_of
 
 _ROUNDS_MAX = 4
-"""Most runs per case. Each run imports modules that the previous run did not reach."""
+"""Most runs per case. Each run may import further modules."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +39,7 @@ class KeptNames:
     names: tuple[str, ...]
     """Names for `RankLocal.names`."""
     packages: tuple[str, ...]
-    """Top-level packages that were searched."""
+    """Top-level packages searched."""
     looked_at: int
     """Number of names swapped and compared."""
     results: Sequence[CaseResult]
@@ -79,7 +80,7 @@ def find_kept_names(
                 # No new names, so nothing new was imported.
                 if len(list(_data_names(packages))) == len(names):
                     break
-        # Run again with only these names swapped, to confirm that they suffice.
+        # Run again with only these names swapped, because they must suffice.
         kept = tuple(sorted(changed))
         for scenario in scenarios:
             state = RankLocalState(replace(declared, names=kept), ranks_max=scenario.world.size)
@@ -116,7 +117,7 @@ class _ImportedModules(OwnState):
 
 
 class _ComparedNames:
-    """All names are swapped; names that a rank changed are recorded."""
+    """All names are swapped; names changed by a rank are recorded."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = list(names)
@@ -151,7 +152,7 @@ class _ComparedNames:
 
 
 def _same(given: Any, value: Any) -> bool:
-    """Return True if a value still equals the copy that the rank received."""
+    """Return True if a value still equals the copy given to the rank."""
     if given is value:
         return True
     if type(given) is not type(value) or copied(given) is given:
@@ -170,7 +171,7 @@ _PLAIN = (bool, int, float, complex, str, bytes)
 
 
 def _data_names(packages: Collection[str]) -> Iterator[str]:
-    """Yield all names that can hold data in the packages' modules."""
+    """Yield names in the packages' modules that can hold data."""
     wanted = frozenset(packages)
     for module_name, module in list(sys.modules.items()):
         # Entries in sys.modules need not be modules.

@@ -23,7 +23,7 @@ class FoundRules:
     left_out: dict[str, str] = field(default_factory=dict)
     """Unsupported settings, each with its case's result."""
     contradicted: list[str] = field(default_factory=list)
-    """Declarations that differ from the findings."""
+    """Declarations contradicted by cases."""
     limits: dict[str, list[str]] = field(default_factory=dict)
     """Names of cases with refused sizes, by the system's own check."""
     alarms: list[str] = field(default_factory=list)

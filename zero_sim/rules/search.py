@@ -25,7 +25,7 @@ from zero_sim.targets import Numerics, Target, class_of
 _DEPTH = 8
 # Most declarations to try on a set of cases.
 _TRIED_MAX = 80
-# Checks that compare updates.
+# Checks of updates.
 _OF_UPDATES = (Check.EQUALITY_STATE, Check.EQUALITY_MASTER)
 # Largest difference from torch's update that messages call a rounding, in ulp.
 _ROUNDING_ULP = 64
@@ -57,12 +57,12 @@ _SUM_RULES: Sequence[Mapping[str, Any]] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failed:
-    """Differences under a declaration that does not fit."""
+    """Differences under a wrong declaration."""
 
     said: Mapping[str, Any]
     case: str
     passed: int
-    """Number of cases that passed before, with the same declaration."""
+    """Number of earlier cases, which passed under the same declaration."""
     finding: Finding
     differ_count: int
     """Number of differing elements in all findings."""
@@ -115,22 +115,22 @@ class _Tried:
 
 @dataclass(slots=True)
 class RuleSearch:
-    """A target's rules as far as known, and the cases that decided them."""
+    """A target's rules as far as known, and the deciding cases."""
 
     target: Target
     pool: WorldPool
     numerics: dict[str, Any] = field(default_factory=dict)
     """`Numerics` fields under which all cases in `passed` pass."""
     passed: list[Scenario] = field(default_factory=list)
-    """Cases that decide rules."""
+    """Deciding cases."""
     cases: int = 0
     """Number of cases run."""
     limited: dict[Scenario, str] = field(default_factory=dict)
-    """Cases that the system refuses because of their sizes, with its reason."""
+    """Cases refused because of their sizes, with the system's reason."""
     why: str = ""
-    """First problem in the cases that are being settled."""
+    """First problem in the current `settle`."""
     nearest: Failed | None = None
-    """Differences under the declaration that came nearest to passing these cases."""
+    """Differences under the nearest declaration in the current `settle`."""
     _grads_differed: bool = False
 
     def judge(self, case: Scenario, said: Mapping[str, Any] | None = None) -> CaseResult | str:

@@ -1,4 +1,4 @@
-"""Trial of alternatives: rules and faults that fit all observations from a differing step.
+"""Trial of alternatives: rules and faults under which a step gives the observed bits.
 
 A correct system with a wrong declaration differs from the reference like a faulty system. So the
 step is repeated under rules with one change, and if none fits, with two changes.
@@ -51,12 +51,12 @@ class Trial:
         """Places that agreed before the first difference."""
         self._tried = 0
         self.fitting: dict[str, StepAgain] | None = None
-        """Alternatives that fit, by rule; None before the first difference."""
+        """Fitting alternatives, by rule; None before the first difference."""
         self.shows_state = False
         """True if optimizer state was observed, which shows a gradient's factor."""
 
     def agree(self, seen: Seen) -> None:
-        """Record a place that agrees."""
+        """Record a place without a difference."""
         # Nothing has differed yet.
         if self.fitting is None:
             self._agreed.append(seen)
@@ -64,7 +64,7 @@ class Trial:
             self._keep(seen, self._wanted(seen))
 
     def differ(self, seen: Seen, got: Mapping[str, Tensor]) -> None:
-        """Record a place that differs, with the rank's tensors there."""
+        """Record a difference at a place, where a rank has `got`."""
         # Later places can only exclude alternatives.
         if self.fitting is not None:
             self._keep(seen, got)
@@ -74,7 +74,7 @@ class Trial:
             self.fitting = {**some()}
             self._tried += len(self.fitting)
             self._keep(seen, got)
-            # An alternative must not change places that agreed.
+            # An alternative must not change these places.
             for earlier in self._agreed:
                 self._keep(earlier, self._wanted(earlier))
             if self.fitting:
@@ -85,7 +85,7 @@ class Trial:
         return seen.pick(self._expected)
 
     def _keep(self, seen: Seen, got: Mapping[str, Tensor]) -> None:
-        """Keep the alternatives that match a rank's tensors at a place."""
+        """Keep the alternatives that give a rank's tensors at a place."""
         assert self.fitting is not None
         # Several tensors include optimizer state as well as the param.
         self.shows_state |= len(got) > 1
