@@ -119,7 +119,7 @@ class StepAgain:
     rank: int
     """The observer, if the terms are local."""
     finish: Callable[[StepAgain], ReferenceStep]
-    """As in `Again`, unless it models a fault after the sums."""
+    """Computes the update from the sums, with any fault after these."""
     _sums: dict[str, Tensor] = field(default_factory=dict)
 
     def at(self, rank: int) -> StepAgain:

@@ -174,9 +174,9 @@ def channel_parts(
     cell_bytes = _up(-(-_TRAFFIC_BYTES // weight), 16)
     cells = -(-count * elem_bytes // cell_bytes)
     each = min(cells, -(-_up(traffic // channels, 16) // (cell_bytes * weight)))
-    # The last channel also takes cells that would need another channel.
     sizes = [each] * (cells // each) + ([cells % each] if cells % each else [])
     limit = len(arrangement.rings)
+    # Too many parts: the first channel keeps its cells, and the others share the rest.
     if len(sizes) > limit:
         rest = cells - each
         middle = rest // (limit - 1)
@@ -194,13 +194,7 @@ def _up(value: int, multiple: int) -> int:
 
 
 def pat_tree(ends_on: int, rank_count: int, *, part_bytes: int) -> Tree:
-    """Return PAT's tree for one rank's elements on one channel.
-
-    Args:
-        ends_on: Group rank that gets the elements.
-        rank_count: Ranks in the communicator.
-        part_bytes: Size of these elements, in bytes.
-    """
+    """Return PAT's tree for one rank's elements on one channel."""
     # Displacements live in the next power of two; those beyond the ranks have no node.
     power = 1 << (rank_count - 1).bit_length()
     together = pat_together(rank_count, part_bytes=part_bytes)
@@ -257,15 +251,9 @@ def add_by_tree(rows: Tensor, tree: Tree) -> Tensor:
 def add_arranged(
     rows: Tensor, arrangement: Arrangement, *, kind: str, elems: int, offset: int, ends_on: int
 ) -> Tensor:
-    """Add consecutive elements of a tensor like a communicator.
+    """Add consecutive elements of a tensor like a communicator; arguments as for `pieces`.
 
-    Args:
-        rows: 2D (ranks, elements).
-        arrangement: The communicator's arrangement.
-        kind: Call kind, as in `SumSite`.
-        elems: Elements in the tensor.
-        offset: Offset of the first column in the tensor.
-        ends_on: Group rank that gets the elements; ignored if all ranks do.
+    `rows` is [ranks, elements], and `offset` is its first column's offset in the tensor.
     """
     out = torch.empty_like(rows[0])
     stop = offset + rows.shape[1]

@@ -105,7 +105,7 @@ class BoundedReference:
         self._scenario = scenario
         self._rules = rules or Rules()
         own = self._rules
-        # Only factors of losses: sums and their division are bounded, not computed by a rule.
+        # Only loss factors, because sums and their division are bounded, not computed by a rule.
         scaled = Rules(scale_loss=own.scale_loss, scale_second=own.scale_second)
         self._ranks = Ranks(scenario, workload=workload, rules=scaled)
         # fp32 copies: the masters with which followers begin.

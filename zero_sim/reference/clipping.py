@@ -95,11 +95,7 @@ def clip_factor(
 ) -> Tensor:
     """Return the 0-D fp32 gradient factor, or the divisor for a quotient form.
 
-    Args:
-        norm: Whole-gradient norm, 0-D fp32.
-        norm_max: Norm bound.
-        form: Clip form.
-        root: As for `clip_by_norm_`.
+    Arguments are as for `clip_by_norm_`.
     """
     in_fp32 = form.startswith("fp32")
     if takes_root(form):

@@ -144,11 +144,7 @@ class Division:
 def count_contributions(by: DivideBy, *, rank_count: int, micro_batches: int, rows: int) -> int:
     """Return the divisor for one step's sum.
 
-    Args:
-        by: Unit to count.
-        rank_count: Ranks in all replicas.
-        micro_batches: Micro-batches with data, over all ranks.
-        rows: Rows in these micro-batches.
+    Counts cover all replicas. Micro-batches without data do not count.
     """
     match by:
         case "ranks":

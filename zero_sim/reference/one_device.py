@@ -56,13 +56,7 @@ class OneDevice:
     ) -> Mapping[str, Tensor]:
         """Return a step's gradients by param, each ND, in the gradient dtype.
 
-        Call it inside `isolated()`.
-
-        Args:
-            step: Optimizer step, from 0.
-            masters: Masters before the step, fp32 by param.
-            scales: fp8 scales, by param.
-            scale: Loss scale; None without loss scaling.
+        Masters are fp32, from before the step. Call it inside `isolated()`.
         """
         # Rewrite the params each step, because this device has no optimizer of its own.
         self._ranks.write(masters, scales=scales)

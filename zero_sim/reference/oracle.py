@@ -141,11 +141,7 @@ class Reference:
         self._write_params()
 
     def set_holdings(self, holdings: Callable[[], Holdings]) -> None:
-        """Set the source for each rank's owned parts, for norms that depend on them.
-
-        Args:
-            holdings: Returns owned parts by rank of one replica; see `norms.Holding`.
-        """
+        """Set the source for each rank's owned parts, for norms that depend on them."""
         # A function, because only some norms need the parts.
         self._holdings = holdings
 
@@ -560,16 +556,7 @@ def step_together(
     """Run the next step of all model parts.
 
     Each part has its own params, data and ranks. The parts share one norm, so they clip and skip
-    together.
-
-    Args:
-        references: One reference per part.
-        orders: Orders of each part, as in `Reference.step`.
-        order_seed: As in `Reference.step`.
-        told: As in `Reference.finish`.
-
-    Raises:
-        UsageError: As `Reference.step`.
+    together. Arguments, one per part, are as for `Reference.step` and `Reference.finish`.
     """
     begun = [
         reference.begin(order, order_seed=order_seed)

@@ -49,9 +49,7 @@ def memory_layout_of(tensor: Tensor) -> MemoryLayout:
 def move_params(params: Mapping[str, nn.Parameter], addresses: Addresses) -> None:
     """Move params to their own storage at the given addresses and strides, keeping their values.
 
-    Args:
-        params: Params by name.
-        addresses: Wanted layouts. Params without an entry or without elements stay.
+    Params without a wanted layout or without elements stay.
     """
     for name, param in params.items():
         wanted = addresses.get(name)

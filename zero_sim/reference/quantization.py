@@ -67,13 +67,7 @@ class WorkingParams:
     """fp8 scales before the step, by param."""
 
     def cast(self, name: str, master: Tensor, *, is_stepped: bool) -> Tensor:
-        """Return the working param for a master.
-
-        Args:
-            name: Param name.
-            master: Master values, fp32.
-            is_stepped: True if the step moved it. An fp8 param then gets a new scale.
-        """
+        """Return the working param for an fp32 master; a stepped fp8 param gets a new scale."""
         dtype = self.dtypes[name]
         # Other dtypes need no scale.
         if name not in self.scales:

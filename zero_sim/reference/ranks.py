@@ -213,7 +213,6 @@ class Contributions:
 
 
 def _loss_factors(rules: Rules, at: LossRows, *, dynamic: float) -> LossFactors:
-    """Return a micro-batch's loss factors."""
     # A dynamic scale is a power of two, so its product with another factor is exact.
     main, second = rules.scale_loss, rules.scale_second
     return LossFactors(
@@ -335,10 +334,7 @@ class Ranks:
     def replay(self, step: int, *, scale: float | None, keep_micro: bool = False) -> Contributions:
         """Replay all ranks from the current params. Call it inside `isolated()`.
 
-        Args:
-            step: Optimizer step, from 0.
-            scale: Dynamic loss scale; None without loss scaling.
-            keep_micro: True to keep each micro-batch's gradients as well.
+        With `keep_micro`, keep each micro-batch's gradients as well.
         """
         rules = self.rules
         # Freezing depends on the step.
@@ -479,7 +475,6 @@ class Ranks:
         self._replayer_of_rank = [shares[rank % len(shares)] for rank in ranks]
 
     def _build_shares(self) -> list[Replayer]:
-        """Build one replayer per expert-parallel index."""
         return [self._build_replayer(share) for share in range(self._scenario.topology.ep)]
 
     def _build_replayer(self, share: int) -> Replayer:
@@ -495,7 +490,6 @@ class Ranks:
         )
 
     def _freeze(self, step: int) -> None:
-        """Freeze a step's frozen params, and unfreeze all others."""
         if self._scenario.model.freeze:
             for replayer in self._replayers:
                 replayer.freeze(self._frozen(step))

@@ -92,14 +92,7 @@ def dtype_named(name: GradDtype | None) -> torch.dtype | None:
 
 
 def clip_by_rule_(flat: Tensor, *, measured: Measure, norm_max: float, rules: Rules) -> None:
-    """Clip a gradient in place by its norm.
-
-    Args:
-        flat: 1-D fp32.
-        measured: Measure of the whole gradient.
-        norm_max: Norm bound.
-        rules: Rules, with a clip form or the target's own function.
-    """
+    """Clip a 1-D fp32 gradient in place by its norm, in the rules' form or with their function."""
     if callable(rules.clip):
         # A copy, because the function is foreign code and may write to it.
         factor = torch.as_tensor(rules.clip(measured.norm.clone(), norm_max))

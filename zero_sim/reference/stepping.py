@@ -76,10 +76,7 @@ def torch_defaults(name: OptimizerName) -> dict[str, Any]:
 def settings_in_words(spec: OptimizerSpec, *, step: int, param: str | None) -> str:
     """Return one step's settings, such as `AdamW lr 0.001 betas (0.9, 0.999) ...`.
 
-    Args:
-        spec: The optimizer.
-        step: Step, from 0; decides the learning rate.
-        param: Param name, whose group may override settings; None for no group.
+    The param's group may override settings. `param` is None for no group.
     """
     options = {"lr": spec.lr} | {option: getattr(spec, option) for option in _OPTIONS[spec.name]}
     group = None if param is None else group_of(spec, name=param)
@@ -172,8 +169,8 @@ class Stepper:
             ProtocolError: The target's rule is not usable.
         """
         self._spec, self._on_host, self._rules = spec, on_host, rules or Rules()
-        # Contiguous, as in a system's flat buffers.
         dtype = torch.float32 if self._rules.masters == "fp32" else None
+        # Contiguous, as in a system's flat buffers.
         self.masters: dict[str, Tensor] = {
             name: param.detach().to(
                 dtype or param.dtype, copy=True, memory_format=torch.contiguous_format

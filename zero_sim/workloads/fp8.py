@@ -94,7 +94,7 @@ class Fp8Workload:
     """The `mlp` task, with fp8 weights and biases in the working dtype."""
 
     def __init__(self, scenario: Scenario) -> None:
-        """Draw the initial weights, once.
+        """Draw the initial weights.
 
         Args:
             scenario: Uses the same settings as `mlp`, and `model.fp8_format`.
@@ -132,5 +132,5 @@ class Fp8Workload:
         return self._mlp.loss(module, batch)
 
     def accuracy(self, module: nn.Module) -> float | None:
-        """Return None: random targets have no held-out part."""
+        """Return None: nothing is held out."""
         return None

@@ -95,7 +95,7 @@ class GptWorkload:
     """A language model that predicts random tokens from random tokens."""
 
     def __init__(self, scenario: Scenario) -> None:
-        """Draw the initial weights, once.
+        """Draw the initial weights.
 
         Args:
             scenario: Uses `model.hidden`, `model.blocks`, `model.dtype`, `model.recompute`, `data`
@@ -152,5 +152,5 @@ class GptWorkload:
         return (losses * batch.extra[0].flatten()).mean()
 
     def accuracy(self, module: nn.Module) -> float | None:
-        """Return None: random targets have no held-out part."""
+        """Return None: nothing is held out."""
         return None

@@ -48,7 +48,7 @@ class MlpWorkload:
     """Residual blocks that regress random targets on random inputs, all N(0, 1)."""
 
     def __init__(self, scenario: Scenario) -> None:
-        """Draw the initial weights, once.
+        """Draw the initial weights.
 
         Args:
             scenario: Uses `model.hidden`, `model.blocks`, `model.dtype`, `model.recompute`, `data`
@@ -92,5 +92,5 @@ class MlpWorkload:
         return functional.mse_loss(outputs, targets, reduction="sum") / targets.shape[1]
 
     def accuracy(self, module: nn.Module) -> float | None:
-        """Return None: random targets have no held-out part."""
+        """Return None: nothing is held out."""
         return None

@@ -51,7 +51,7 @@ class MultiTokenWorkload:
     """A language model that predicts two random tokens from each token."""
 
     def __init__(self, scenario: Scenario) -> None:
-        """Draw the initial weights, once.
+        """Draw the initial weights.
 
         Args:
             scenario: Uses `model.hidden`, `model.dtype`, `data` and `run.seed`.
@@ -98,5 +98,5 @@ class MultiTokenWorkload:
         return total_loss(self.terms(module, batch))
 
     def accuracy(self, module: nn.Module) -> float | None:
-        """Return None: random targets have no held-out part."""
+        """Return None: nothing is held out."""
         return None

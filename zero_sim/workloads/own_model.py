@@ -165,7 +165,7 @@ class OwnWorkload:
         return total_loss(self.terms(module, batch))
 
     def accuracy(self, module: nn.Module) -> float | None:
-        """Return None, because such a model has no held-out data."""
+        """Return None: nothing is held out."""
         return None
 
 

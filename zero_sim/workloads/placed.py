@@ -21,9 +21,7 @@ from zero_sim.workloads.protocol import (
 def on_device(workload: Workload, device: str) -> Workload:
     """Return a workload with module and batches on a device. Values are still drawn on the CPU.
 
-    Args:
-        workload: Workload to move.
-        device: Name, such as `cpu` or `cuda`. Without an index, the process's current device.
+    A device name without an index, such as `cuda`, means the process's current device.
 
     Raises:
         EnvironmentProblem: The device does not exist here.

@@ -71,5 +71,5 @@ class PositionalWorkload:
         return functional.mse_loss(module(batch.inputs).float(), batch.targets.float())
 
     def accuracy(self, module: nn.Module) -> float | None:
-        """Return None: random targets have no held-out part."""
+        """Return None: nothing is held out."""
         return None

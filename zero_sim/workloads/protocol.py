@@ -136,11 +136,9 @@ def build_module(
 
 
 def share_of(loss: Tensor, *, scenario: Scenario) -> Tensor:
-    """Return the loss for a rank's backward: a mean, or the rank's share of it.
+    """Return a rank's loss for backward: the mean over its rows (0D), or 1 / world_size of it.
 
-    Args:
-        loss: Mean over the rank's rows, 0D.
-        scenario: A case without a summed loss.
+    Do not call it for summed losses.
     """
     if scenario.data.loss == "mean":
         return loss

@@ -145,7 +145,7 @@ class TernaryWorkload:
     """The network, with a signed sum of its outputs as loss."""
 
     def __init__(self, scenario: Scenario) -> None:
-        """Draw the initial weights, once.
+        """Draw the initial weights.
 
         Args:
             scenario: Uses `model.hidden`, `model.dtype`, `data` and `run.seed`.
@@ -180,5 +180,5 @@ class TernaryWorkload:
         return (module(batch.inputs, tokens=tokens).float() * signs).sum()
 
     def accuracy(self, module: nn.Module) -> float | None:
-        """Return None: random signs have no held-out part."""
+        """Return None: nothing is held out."""
         return None

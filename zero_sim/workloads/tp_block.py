@@ -182,7 +182,7 @@ class TpBlockWorkload:
     """Blocks, with a signed sum of their outputs as loss."""
 
     def __init__(self, scenario: Scenario) -> None:
-        """Draw the initial weights, once.
+        """Draw the initial weights.
 
         Args:
             scenario: Uses `model.hidden`, `model.blocks`, `model.dtype`, `topology.tp`, `data` and
@@ -221,7 +221,7 @@ class TpBlockWorkload:
         return (module(batch.inputs).float() * batch.targets).sum()
 
     def accuracy(self, module: nn.Module) -> float | None:
-        """Return None: random signs have no held-out part."""
+        """Return None: nothing is held out."""
         return None
 
     def _build(self, indices: Sequence[int]) -> nn.Module:

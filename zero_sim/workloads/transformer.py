@@ -206,7 +206,7 @@ class TransformerWorkload:
     """The 260-parameter transformer, which predicts random target tokens."""
 
     def __init__(self, scenario: Scenario) -> None:
-        """Draw the initial weights, once.
+        """Draw the initial weights.
 
         Args:
             scenario: Uses `model.dtype`, `model.recompute`, `data` (a row is a sequence of 3
@@ -243,5 +243,5 @@ class TransformerWorkload:
         return functional.cross_entropy(logits.view(-1, VOCABULARY), batch.targets.view(-1))
 
     def accuracy(self, module: nn.Module) -> float | None:
-        """Return None: random targets have no held-out part."""
+        """Return None: nothing is held out."""
         return None

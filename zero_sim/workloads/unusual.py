@@ -125,7 +125,7 @@ class UnusualWorkload:
     """A network that predicts random target tokens."""
 
     def __init__(self, scenario: Scenario) -> None:
-        """Draw the initial weights, once.
+        """Draw the initial weights.
 
         Args:
             scenario: Uses `model.dtype`, `data` and `run.seed`.
@@ -159,5 +159,5 @@ class UnusualWorkload:
         return functional.cross_entropy(logits.float(), wanted)
 
     def accuracy(self, module: nn.Module) -> float | None:
-        """Return None: random targets have no held-out part."""
+        """Return None: nothing is held out."""
         return None
