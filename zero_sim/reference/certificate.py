@@ -17,7 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_FRACTION_BITS, _BIAS = 52, 1023  # of fp64
+# Fraction bits and exponent bias in fp64.
+_FRACTION_BITS, _BIAS = 52, 1023
 _NO_UNIT = 1 << 20  # unit exponent for zero, which is a multiple of any unit
 
 

@@ -28,7 +28,7 @@ _REPEATED_STEPS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """Division, loss scale and learning rate of one step."""
+    """Division, loss scale and learning-rate factor of one step."""
 
     division: Division
     scale: float | None

@@ -6,8 +6,8 @@ A norm that is rounded to fp32 piece by piece depends on the pieces:
 - `of-params`: the norm over all params' gradient norms. Each rank computes it locally, like
   torch.nn.utils.clip_grad_norm_.
 - `of-rows`: the same for row-sharded gradients. One call adds squares over ranks, by param.
-- `of-own-params`: each rank takes the norm over the norms of its own param parts, and one call adds
-  the squares. fairscale's OSS does this, and Megatron-LM with shards.
+- `of-own-params`: each rank takes a norm per owned param part, then the norm over these norms, and
+  one call adds the squares. fairscale's OSS does this, and Megatron-LM with shards.
 - `of-shards`: each rank takes a single norm over its whole shard, and one call adds the squares.
 
 In the last two, squares are added in fp32, and a clip form that takes the root takes it from this

@@ -1,6 +1,6 @@
 """Arithmetic rules for choices that a scenario leaves open.
 
-All rules for a choice are equal in mathematics but round differently. Targets declare the same
+Most rules for a choice are equal in mathematics but round differently. Targets declare the same
 names.
 """
 

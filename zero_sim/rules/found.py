@@ -227,7 +227,7 @@ class _Search:
     def _settle_together(
         self, dtype: DtypeName, cases: Sequence[Scenario], *, before: dict[str, Any]
     ) -> None:
-        """Find rules for this dtype and all earlier dtypes, or report the conflict."""
+        """Find rules for all dtypes so far, or keep the earlier rules and report the conflict."""
         earlier = _longest([case for case in self.search.passed if case.model.dtype != dtype])
         for case in earlier:
             result = self.search.judge(case)
@@ -289,9 +289,7 @@ class _Search:
             able["world_size_max"] = most
         elif base.world.size < 3 and not self.found.alarms:
             able["world_size_max"] = base.world.size
-            self.found.unclear.append(
-                "world_size_max: it refuses 3 ranks: declare its limit"
-            )
+            self.found.unclear.append("world_size_max: it refuses 3 ranks: declare its limit")
         able["optimizers"] = self._of(
             get_args(OptimizerName),
             "optimizer.name",

@@ -29,7 +29,8 @@ from zero_sim.workloads.protocol import Batch
 # Images of 8 x 8 pixels with values from 0 to 16.
 _PIXELS, _CLASSES = 64, 10
 _PIXEL_MAX = 16.0
-_HELD_OUT_EVERY = 5  # one image in five is held out: 360 of 1,797
+# One image in five is held out: 360 of 1,797.
+_HELD_OUT_EVERY = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

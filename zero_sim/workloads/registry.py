@@ -15,7 +15,7 @@ from zero_sim.workloads.protocol import Workload
 # Models whose params are remembered.
 _MODELS_KEPT = 512
 
-# Modules by name, so that a case imports only its own workload.
+# Module and class by model name. Imported by name, so that a case only imports its own workload.
 _WORKLOADS: Mapping[AnyModelName, tuple[str, str]] = {
     "mlp": ("zero_sim.workloads.mlp", "MlpWorkload"),
     "params": ("zero_sim.workloads.params", "ParamsWorkload"),
@@ -31,7 +31,6 @@ _WORKLOADS: Mapping[AnyModelName, tuple[str, str]] = {
     "multi-token": ("zero_sim.workloads.multi_token", "MultiTokenWorkload"),
     "tp-block": ("zero_sim.workloads.tp_block", "TpBlockWorkload"),
 }
-"""Module and class of each model, by name."""
 
 
 def build_workload(scenario: Scenario) -> Workload:

@@ -111,7 +111,8 @@ class TernaryNet(nn.Module):
 
     def _convolve(self, x: Tensor) -> Tensor:
         """Mix each feature with the same feature in the rows before and after."""
-        columns = x.T.unsqueeze(0)  # (1, width, rows)
+        # [1, width, rows]
+        columns = x.T.unsqueeze(0)
         mixed = functional.conv1d(
             columns, _hashed(self.kernel), padding=KERNEL // 2, groups=x.shape[1]
         )
