@@ -348,7 +348,7 @@ def gloo_chunk_elems(site: SumSite, *, ranks: int, elem_bytes: int) -> int:
 
 
 def add_by_random_trees(rows: Tensor, *, positions: Tensor, seed: int) -> Tensor:
-    """Add [ranks, elements] by column, in its class's tree; see [Note: which rank comes when]."""
+    """Add each column of `rows` in its class's tree; see [Note: which rank comes when]."""
     # [elements], 0 to _TREES - 1
     classes = positions % _TREES
     out = torch.empty_like(rows[0])

@@ -96,7 +96,7 @@ def measure_by(
 def wide_ends(norm: Norm, measured: Measure) -> tuple[float, float]:
     """Return a norm's least and greatest fp64 value before it is rounded to fp32.
 
-    `measured` is by the same rule, which is not `told`.
+    `measured` must be by the same rule. Do not call it for `told`.
     """
     if norm not in ROOTED:
         return measured.norm.item(), measured.norm.item()
@@ -109,7 +109,7 @@ def wide_ends(norm: Norm, measured: Measure) -> tuple[float, float]:
 
 
 def norm_of_params(grads: Iterable[Tensor]) -> Tensor:
-    """Return contiguous fp32 gradients' norm, like torch.nn.utils.get_total_norm; 0-D fp32."""
+    """Return the norm of contiguous fp32 gradients, as torch.nn.utils.get_total_norm does."""
     # Both norms are rounded to fp32. Ranks add nothing, so no order can change the result.
     norms = [torch.linalg.vector_norm(grad) for grad in grads]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)

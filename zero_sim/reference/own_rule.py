@@ -99,7 +99,7 @@ class OwnOptimizer:
             )
         if any("lr" not in group for group in inner.param_groups):
             raise self._wrong(
-                "'lr' in every param group, because a warm-up scales it", "a group without"
+                "'lr' in every param group, because a warm-up scales it", "a group without 'lr'"
             )
 
     def _wrong(self, wanted: str, got: str) -> ProtocolError:

@@ -1,7 +1,7 @@
 """The optimizer on whole params: torch's classes, textbook rules or a target's rule, never fused.
 
 Fused kernels treat a tensor's tail differently from its body, so their bits depend on where shards
-are cut. This is not so for a loop over params.
+are cut. A loop over params gives the same bits for every cut.
 
 [Note: foreach]
 On the CPU, foreach runs the loop over params, so this module does too. CUDA has separate foreach
