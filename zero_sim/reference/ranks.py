@@ -100,11 +100,7 @@ class Contributions:
         return 1 if self.division.each_round else self.division.rest
 
     def brought(self) -> list[dict[str, Tensor]]:
-        """Return each rank's terms for the step's last sum, after any division before the sum.
-
-        Returns:
-            By rank: gradients by param.
-        """
+        """Return each rank's terms for the step's last sum, after any division before the sum."""
         last = [replay.rounds[-1] for replay in self.replays]
         if not self.division.is_before and self.reduce_dtypes is None:
             return last
@@ -395,11 +391,7 @@ class Ranks:
     ) -> list[dict[str, Tensor]]:
         """Return a rank's terms for each reduction; see `RankReplay.rounds`.
 
-        Args:
-            rank: Index of the rank.
-            micros: Its micro-batches' gradients, by param.
-            names: Params whose sums are zeros if they have no terms.
-            rules: Rules for accumulation.
+        Params in `names` without terms get zeros.
         """
         return self._replayer_of_rank[rank].accumulate(micros, names, **self._rounds(rules))
 

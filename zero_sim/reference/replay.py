@@ -149,11 +149,7 @@ class Replayer:
     ) -> list[dict[str, Tensor]]:
         """Add micro-batch gradients in order; see `RankReplay.rounds`.
 
-        Args:
-            micros: Each micro-batch's gradients, by param.
-            names: Params whose sums are zeros if they have no terms.
-            grad_dtype: As for `replay_rank`.
-            every: True if each micro-batch is a round.
+        Params in `names` without terms get zeros. With `every`, each micro-batch is a round.
         """
         # A round for each micro-batch of the step, even if this rank has no data for it.
         rounds: list[dict[str, Tensor]] = [
@@ -162,7 +158,7 @@ class Replayer:
         for micro, grads in enumerate(micros):
             totals = rounds[micro if every else 0]
             for name, grad in grads.items():
-                # Start with the first term: adding it to zero would only change the sign of -0.0.
+                # Start with the first term, because zero plus -0.0 is +0.0.
                 term = grad if grad_dtype is None else grad.to(grad_dtype)
                 totals[name] = totals[name] + term if name in totals else term
         # A rank joins every sum of its params, if only with zeros.

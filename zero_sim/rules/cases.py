@@ -60,13 +60,7 @@ def in_ranks(count: int) -> str:
 
 
 def rule_cases(base: Scenario, *, dtype: DtypeName, ranks_max: int) -> Iterator[Scenario]:
-    """Yield cases that decide gradient rules, simplest first.
-
-    Args:
-        base: A supported case.
-        dtype: Working dtype.
-        ranks_max: Largest number of ranks.
-    """
+    """Yield cases that decide gradient rules, simplest first."""
     many = {"size": ranks_max}
     base = changed(base, f"{dtype}, {in_ranks(base.world.size)}", model={"dtype": dtype})
     # Three micro-batches, because division by a power of two does not round.
@@ -131,12 +125,7 @@ def second_loss_case(base: Scenario) -> Scenario:
 
 
 def telling_cases(like: Scenario, *, optimizer: OptimizerSpec) -> Iterator[Scenario]:
-    """Yield cases that distinguish rules by several ranks, micro-batches and unequal rows.
-
-    Args:
-        like: A case with the dtype and stage to use.
-        optimizer: The optimizer.
-    """
+    """Yield cases that distinguish rules by several ranks, micro-batches and unequal rows."""
     base = changed(
         BASE,
         model={"dtype": like.model.dtype},

@@ -69,7 +69,7 @@ class Failed:
 
     @property
     def nearness(self) -> tuple[int, int, int]:
-        """Distance to the system's rules, as a sort key; larger is nearer."""
+        """Sort key; larger is nearer to the system's rules."""
         # More cases passed, then a later step, then fewer elements.
         return self.passed, self.finding.step or 0, -self.differ_count
 
