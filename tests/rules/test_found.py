@@ -357,7 +357,7 @@ def test_a_system_need_not_take_several_micro_batches(quickest):
     found = find_rules(ParamsAlone(engine=LastMicroBatch))
     assert "run.micro_batches" in found.left_out
     assert found.alarms == []
-    assert any(said.startswith("rules of several micro-batches in fp32") for said in found.unclear)
+    assert any(s.startswith("fp32: no rule fits several micro-batches") for s in found.unclear)
 
 
 def test_loss_scales_are_followed_where_a_step_that_overflows_is_skipped(quickest):
