@@ -1,7 +1,7 @@
-"""Numerics of a target: its arithmetic, declared in the words of the field.
+"""Numerics: the arithmetic that a target declares.
 
-Declarations are facts, never tolerances. They turn the case that a target gets into the case and
-the rules that the reference replays, so the reference knows nothing about targets.
+Declarations are facts, never tolerances. They turn the target's case into the case and rules that
+the reference replays, so the reference does not depend on targets.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from zero_sim.scenario.fields import show
 from zero_sim.scenario.spec import Scenario
 
 GradsTold = Literal["before-division", "after-division", "after-clip", "after-unscale"]
-"""Point of a step at which gradients are reported."""
+"""Point in a step at which gradients are reported."""
 ToldDtype = Literal["sum", "param", "fp32"]
-"""Dtype of reported gradients: that of the sum, of the params, or fp32."""
+"""Dtype of reported gradients: the sum's, the params', or fp32."""
 
-# The reference replays a case with this word, and the exact rule beside it: see `replayed`.
+# The reference replays a case with this word, and takes the exact rule from `Numerics.rules`.
 _NEAREST_WORDS: dict[str, Literal["none", "pre", "post", "premul"]] = {
     "premul-fp32": "premul",
     "post-rounded": "post",
     "postmul": "post",
     "postmul-rounded": "post",
 }
-"""The nearest `system.divide` of a scenario, by rule."""
+"""The nearest `system.divide` for each rule that scenarios lack."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Numerics:
-    """Arithmetic of a target. None, in any field, follows the scenario.
+    """A target's arithmetic. Fields that are None follow the scenario.
 
     If the arithmetic depends on the case, declare a function: `def numerics(self, scenario)`.
 
@@ -65,30 +65,30 @@ class Numerics:
         'before-division'
     """
 
-    # Functions of the case alone would not do: rows differ by rank and micro-batch.
+    # A function takes `LossRows` and not the case, because rows differ by rank and micro-batch.
     scale_loss: ScaleLoss | ScaleLossFunction | None = None
     """Factor of each micro-batch's loss before its backward. The reference multiplies the same loss
     by the same number. `divide` and `divide_by` still apply to the sum over ranks.
 
     - None: 1.
     - `micro-batches`: 1 / `run.micro_batches`, as in torchtitan and accelerate.
-    - `tokens`: ranks / rows of all ranks in the step, as in verl and prime-rl. Engines sum the rows
-      that `start_step` passes.
+    - `tokens`: number of ranks / rows on all ranks in the step, as in verl and prime-rl. Engines
+      sum the rows that they get in `start_step`.
     - `cp`, `1/cp`: number of context-parallel ranks (`topology.cp`), or its reciprocal.
     - A pure function from `LossRows` to the factor."""
     scale_second: ScaleLoss | ScaleLossFunction | None = None
-    """Factor of a second loss, such as multi-token prediction's or a balance of experts, if
-    `backward_terms` scales it on its own: a value as for `scale_loss`. None for the factor of the
-    main loss."""
-    # The forms of division differ in their last bit if the number of ranks is no power of two.
+    """Factor of a second loss, such as a multi-token prediction or expert balance loss, if
+    `backward_terms` scales it separately. Values as for `scale_loss`; None for the same factor as
+    the main loss."""
+    # The forms of division differ in the last bit unless the number of ranks is a power of two.
     divide: DivideRule | Literal["avg"] | None = None
     """Division that turns the sum over ranks into a mean.
 
     - Before the sum, in the gradient's dtype: `pre` divides; `premul` multiplies by the reciprocal
       rounded to that dtype; `premul-fp32` multiplies by the fp32 reciprocal.
-    - After it: `post` divides in fp32; `post-rounded` divides in the dtype of the sum; `postmul`
+    - After the sum: `post` divides in fp32; `post-rounded` divides in the sum's dtype; `postmul`
       and `postmul-rounded` multiply by the fp32 reciprocal instead.
-    - `avg`: AVG of the collective. This is `post-rounded`, except on NCCL, whose rings multiply by
+    - `avg`: the collective's AVG. This is `post-rounded`, except on NCCL, whose rings multiply by
       the rounded reciprocal before the sum (`premul`).
     - `none`.
 
@@ -96,85 +96,84 @@ class Numerics:
     `premul-fp32`. FSDP2: `avg`. DeepSpeed's stage 0: `postmul-rounded`."""
     divide_by: Literal["ranks", "micro-batches", "tokens"] | float | None = None
     """Divisor: a count, or a number such as 7.0, as in FSDP2's set_gradient_divide_factor."""
-    # Two divisions: in 16 bits, one before the sum could underflow and one after it overflow.
+    # In 16 bits, a single division could underflow before the sum, or the sum overflow before it.
     predivide_by: float | None = None
     """Divisor before the sum, above 0. The rest of the division comes after the sum. Both follow
-    `divide`, which must be a rule for after the sum. FSDP1, FSDP2 in fp16, DeepSpeed's
+    `divide`, which must be a rule for after the sum. Used by FSDP1, FSDP2 in fp16, and DeepSpeed's
     prescale_gradients."""
     divide_each: DivideEach = "step"
-    """Object of the division if ranks are summed at every micro-batch: the sum over all of them
-    (`step`), or each sum (`round`)."""
-    # The order of additions differs: over micro-batches and then ranks, or the other way round.
+    """If ranks are summed after every micro-batch: divide the total (`step`), or each sum
+    (`round`)."""
+    # Decides whether micro-batches or ranks are added first.
     sync: Sync | None = None
-    """Accumulation rule: ranks are summed after the `last` micro-batch or after `every` one.
-    `every-in-block`: after every one within each shard group (`system.redundancy`), and once over
-    the replicas at the end, as in HSDP."""
+    """Sum over ranks: after the `last` micro-batch, or after `every` micro-batch.
+    `every-in-block`: after every micro-batch within each shard group (`system.redundancy`), and
+    once over the replicas at the end, as in HSDP."""
     grad_dtype: Literal["param", "fp32"] | None = None
     """Dtype in which gradients are accumulated and reduced."""
     accumulate_dtype: GradDtype | None = None
-    """Dtype in which gradients are accumulated, if it differs from the one in which they are
-    reduced. With `sync = "every"`, the dtype in which the sums are added."""
+    """Dtype in which gradients are accumulated, if it differs from the reduction's. With `sync =
+    "every"`, the sums over ranks are added in this dtype."""
     reduce_dtype: GradDtype | None = None
-    """Dtype in which ranks are summed, if it differs: that of DDP's compressing hooks, or FSDP's
+    """Dtype in which ranks are summed, if it differs, as with DDP's compression hooks or FSDP's
     reduce_dtype."""
     copies_dtype: GradDtype | None = None
-    """Dtype in which sums of shard groups are summed over the replicas (`system.redundancy`), if
-    it differs."""
-    # The two differ for optimizers with momentum or weight decay, which move a param whose gradient
-    # is zero.
+    """Dtype in which shard group sums are added over the replicas (`system.redundancy`), if it
+    differs."""
+    # These differ because momentum and weight decay move a param even if its gradient is zero.
     unused: Unused = "zeros"
-    """Treatment of a param that no rank used in a step: stepped with a gradient of zeros, or
+    """Treatment of a param that no rank used in a step: stepped with a `zeros` gradient, or
     `left-alone`, as torch's optimizers do if `.grad` is None."""
     nonfinite: NonFiniteRule = "stepped"
-    """Result of a step with a NaN or an infinity among its gradients if losses are not scaled. By
-    default, no case has one. `skipped`: nothing is updated. `raises`: nothing is updated, and
-    `step` raises an ArithmeticError, RuntimeError or ValueError on every rank, as after
+    """Effect of a NaN or infinite gradient if losses are not scaled. By default, cases contain
+    none. `skipped`: nothing is updated. `raises`: nothing is updated, and `step` raises an
+    ArithmeticError, RuntimeError or ValueError on every rank, like
     `clip_grad_norm_(error_if_nonfinite=True)`. Training goes on with the next step."""
-    # The reference has the gradient at every point, so any of them can be compared.
+    # The reference has the gradient at every point, so it can compare any of them.
     grads_told: GradsTold | None = None
-    """Point of the step at which gradients are reported, in `parts` or `.grad`.
+    """Point in the step at which `parts` or `.grad` report gradients.
 
-    - `before-division`: as the collective returns them, before a division that comes after the sum.
+    - `before-division`: as returned by the collective, before any division after the sum.
     - `after-division`: as means.
     - `after-unscale`: in fp32, without the loss scale, not clipped.
-    - `after-clip`: as the optimizer gets them.
-    - None: compared as `before-division`. If a gradient differs, the point is determined on cases
-      of 3 ranks, with SGD if the target has it.
+    - `after-clip`: as passed to the optimizer.
+    - None: compared as `before-division`. If a gradient differs, zero_sim finds the point by
+      running cases on 3 ranks, with SGD if the target supports it.
 
-    An engine that reports masters and state without gradients returns `OwnedPart(grad=None)`."""
+    If an engine reports masters and state without gradients, return `OwnedPart(grad=None)`."""
     told_dtype: ToldDtype = "sum"
-    """Dtype of reported gradients: that of the sum, of the params, or fp32."""
-    # A norm of rounded norms has other bits than the root of one fp64 sum.
+    """Dtype of reported gradients: the sum's, the params', or fp32."""
+    # A norm of rounded norms has other bits than the root of a single fp64 sum.
     norm: Norm = "of-elements"
-    """Computation of the gradient norm. A target with another one than `of-elements` cannot clip
-    with tp or pp, or in an unknown order.
+    """Computation of the gradient norm. With any value but `of-elements`, a target cannot clip with
+    tp or pp, or in an unknown order.
 
-    - `of-elements`: the root of one fp64 sum over all ranks, rounded to fp32 once.
-    - `of-params`: the fp32 norm of the fp32 norms of whole gradients, as each rank computes it in
-      `torch.nn.utils.clip_grad_norm_`.
-    - `of-rows`: the same for ranks with rows of gradients; one call adds the squares of the norms.
-    - `of-own-params`: each rank takes the norm of the norms of its parts of params, and one fp32
-      call adds the squares: fairscale's OSS and Megatron-LM.
-    - `of-shards`: the same with one norm of the rank's whole shard.
+    - `of-elements`: the root of a single fp64 sum over all ranks, rounded to fp32 once.
+    - `of-params`: each rank takes the fp32 norm of each whole gradient, and the fp32 norm of these,
+      as in `torch.nn.utils.clip_grad_norm_`.
+    - `of-rows`: the same for ranks with rows of gradients; one call adds the squared norms.
+    - `of-own-params`: each rank takes a norm of each of its parts of params, and the norm of these;
+      one fp32 call adds the squares, as in fairscale's OSS and Megatron-LM.
+    - `of-shards`: the same, with a single norm over the rank's whole shard.
     - `told`: the norm that the engine reports, in fp32 or fp64, without comparison."""
-    # All forms are equal in mathematics, and a few units in the last place apart in fp32.
+    # All forms are mathematically equal, but differ by a few ulps in fp32.
     clip: ClipForm | ClipFunction = "fp32-division"
-    """Scaling of gradients by that norm, as `WHERE-FORM`, or `WHERE-FORM-without-eps` if 1e-6 is
-    not added. WHERE the coefficient is computed:
+    """Computation of the clip coefficient: `WHERE-FORM`, or `WHERE-FORM-without-eps` if 1e-6 is not
+    added. WHERE is
 
     - `fp32`: in fp32 tensors, from the fp32 norm.
     - `fp64`: in Python floats from the fp32 norm, rounded once.
     - `fp64-root`: the same, from a root that was never rounded to fp32.
 
-    FORM of the coefficient:
+    FORM is
 
     - `division`: min(1, bound / (norm + 1e-6)).
     - `reciprocal`: bound * (1 / (norm + 1e-6)).
     - `inverse`: 1 / ((norm + 1e-6) / bound).
     - `quotient`: gradients are divided by max(1, (norm + 1e-6) / bound).
 
-    Or a pure function from the 0-D norm and the bound to the factor of the gradients, which is
-    rounded to fp32. A norm that is reported in fp64 is not rounded to fp32 first.
+    Alternatively, a pure function from the 0-D norm and the bound to the coefficient, which is
+    rounded to fp32. If the norm is reported in fp64, the function gets it unrounded.
 
     `torch.nn.utils.clip_grad_norm_` and FSDP: `fp32-reciprocal`. `torch.clamp(bound / (norm +
     1e-6), max=1.0)`: `fp32-reciprocal` if the bound is a Python number, `fp32-division` if it is a
@@ -184,26 +183,26 @@ class Numerics:
     `fp32-quotient-without-eps`."""
     grads_in_params: bool = False
     """True if tensors from `params` have the reduced gradient in `.grad` after a step, at the point
-    that `grads_told` declares."""
+    declared in `grads_told`."""
 
     # Without masters, updates smaller than half an ulp of the param's dtype are lost.
     masters: Masters = "fp32"
-    """Tensors that the optimizer steps: an `fp32` master of each param, or (`param`) the working
-    params themselves. Gradients are then rounded to the param's dtype after clipping."""
-    # Bounds hold for each element on its own.
+    """Tensors that the optimizer steps: `fp32` masters, or the working params (`param`). With
+    `param`, gradients are rounded to the param's dtype after clipping."""
+    # Bounds are proven element by element.
     elementwise: bool = False
-    """True if, in an update rule of the target's own, the step of an element depends only on its
-    own value, gradient and state. Cases of unknown order need such a rule."""
+    """True if the target has its own update rule, and an element's step depends only on the
+    element's value, gradient and state. Cases with an unknown order need such a rule."""
 
     def __post_init__(self) -> None:
-        """Check each word, and that rules agree with each other.
+        """Check each field, and that fields do not contradict each other.
 
         Raises:
-            UsageError: A field has an unknown word, or two rules contradict each other.
+            UsageError: A field has an unknown value, or two fields contradict each other.
         """
         for name, choices in _WORDS.items():
             value = getattr(self, name)
-            # Functions and numbers are checked when they are used, and below.
+            # Functions are checked when they are used, numbers below.
             if name in ("clip", "scale_loss", "scale_second") and callable(value):
                 continue
             if name == "divide_by" and _is_number(value):
@@ -217,31 +216,31 @@ class Numerics:
         self._check_together()
 
     def _check_together(self) -> None:
-        # Only one fp64 sum has an unrounded root; a norm of norms has been rounded to fp32.
+        # Only a single fp64 sum has an unrounded root; a norm of norms is already rounded to fp32.
         if not callable(self.clip) and takes_root(self.clip) and self.norm not in ROOTED:
             raise UsageError(
                 f"expected norm = 'of-elements' with clip = {self.clip!r}, which takes the root of "
-                f"one fp64 sum, got norm = {self.norm!r}. Try clip = "
+                f"a single fp64 sum, got norm = {self.norm!r}. Try clip = "
                 f"{self.clip.replace('fp64-root', 'fp64')!r}."
             )
         # Part of the division comes after the sum, so `divide` must name a rule for it.
         after = self.divide is not None and self.divide.startswith("post")
         if self.predivide_by is not None and not after:
             raise UsageError(
-                "expected divide to be a rule for after the sum with predivide_by = "
-                f"{self.predivide_by}, because part of the division comes after it, got divide = "
+                "expected a divide rule that applies after the sum with predivide_by = "
+                f"{self.predivide_by}, because the rest of the division comes then, got divide = "
                 f"{self.divide!r}. Try divide = 'post-rounded'."
             )
-        # With `last` there is one round, so dividing each is dividing their sum.
+        # With `last` there is a single round, so `round` would be the same as `step`.
         if self.divide_each == "round" and self.sync == "last":
             raise UsageError(
-                "expected sync = 'every' with divide_each = 'round', because ranks that are summed "
-                "after the last micro-batch have one round, got sync = 'last'. Remove divide_each."
+                "expected sync = 'every' with divide_each = 'round', got sync = 'last', with which "
+                "ranks are summed in one round. Remove divide_each."
             )
 
     @property
     def told_at(self) -> GradsTold:
-        """Point at which gradients are compared."""
+        """Point in a step at which gradients are compared."""
         return self.grads_told or "before-division"
 
     @property
@@ -250,16 +249,16 @@ class Numerics:
         return self.told_at in ("after-unscale", "after-clip")
 
     def replayed(self, scenario: Scenario, *, added_in: str | None = None) -> Scenario:
-        """Return the case that the reference replays in place of the one that the target gets.
+        """Return the case that the reference replays: the target's case with declared values.
 
-        Rules that a scenario has no word for are in `rules` only.
+        Rules that no scenario field can express are in `rules` only.
 
         Args:
-            scenario: The case, as the target gets it.
-            added_in: Order in which the backend adds. None for the case's own.
+            scenario: The target's case.
+            added_in: Order in which the backend adds; None for the case's order.
         """
         system = scenario.system
-        # Scenarios have no word for blocks; `rules` adds that part.
+        # No scenario can express sums within shard groups; `rules` adds them.
         sync = "every" if self.sync == "every-in-block" else self.sync
         declared = replace(
             system,
@@ -271,7 +270,7 @@ class Numerics:
         return replace(scenario, system=declared)
 
     def rules(self, scenario: Scenario, *, added_in: str | None = None) -> Rules:
-        """Return the rules of the reference besides `replayed`; arguments as there."""
+        """Return the reference's rules beyond `replayed`, which has the same arguments."""
         return Rules(
             scale_loss=self.scale_loss,
             scale_second=self.scale_second,
@@ -291,22 +290,22 @@ class Numerics:
         )
 
     def problems(self, scenario: Scenario) -> Iterator[Problem]:
-        """Yield each field of a case that these rules cannot judge."""
+        """Yield each field of a case that cannot be judged by these rules."""
         if scenario.optimizer.clip_norm is not None:
             yield from self._not_clipped(scenario)
-        # These norms add squares over the ranks in a call whose offsets no part reports.
+        # These norms add squares over ranks in a call whose offsets are not reported.
         of_parts = self.norm in ("of-rows", "of-own-params", "of-shards")
         # If the order is unknown, such a norm is not compared.
         known = scenario.world.order_known
         if of_parts and known and scenario.world.order not in POSITION_FREE:
             yield Problem(
                 path="world.order",
-                message="this target adds squares of norms over the ranks in a call with unknown "
-                f"offsets, got an order that depends on them, {show(scenario.world.order)}.",
-                suggestion="Try linear, which is the same at all offsets.",
+                message="this target adds squared norms over ranks in a call with unknown offsets, "
+                f"got an order that depends on offsets, {show(scenario.world.order)}.",
+                suggestion="Try linear, which does not depend on them.",
             )
         is_clipped = scenario.optimizer.clip_norm is not None
-        # The runs of a pair must have equal bits, and so must their norms.
+        # Both runs of a pair must have equal bits, including the norm.
         if scenario.pair is not None and is_clipped and self.norm != "of-elements":
             yield Problem(
                 path="optimizer.clip_norm",
@@ -326,10 +325,10 @@ class Numerics:
         if scenario.optimizer.name == "own" and not world.order_known and not self.elementwise:
             yield Problem(
                 path="world.order_known",
-                message="an element's step by this target's own update rule may depend on other "
+                message="in this target's own update rule, an element's step may depend on other "
                 "elements, for which no bound is proven, got an unknown order.",
                 suggestion="Try a known order, or declare Numerics(elementwise=True) if each "
-                "element's step depends on that element alone.",
+                "element's step depends on this element alone.",
             )
         if self.masters == "param" and scenario.model.name == "fp8":
             yield Problem(
@@ -337,7 +336,7 @@ class Numerics:
                 message="this target has no masters, and params in fp8 cannot be stepped without "
                 "them, got 'fp8'.",
             )
-        # Bounds are proven for the words of a scenario only.
+        # Bounds are only proven for arithmetic that a scenario can express.
         beyond = [name for name in _EXACT_ONLY if getattr(self, name) != _DEFAULTS[name]]
         if self.is_told_wide:
             beyond.append("grads_told")
@@ -364,12 +363,12 @@ class Numerics:
         """Yield reasons why a case cannot clip by this norm."""
         by_norms = self.norm != "of-elements"
         by_root = not callable(self.clip) and takes_root(self.clip)
-        # With tp or pp a rank has some of the params, whose norm is not that of the model.
+        # With tp or pp, a rank only has some params, so its norm is not the model's.
         if by_norms and scenario.topology.tp * scenario.topology.pp > 1:
             yield Problem(
                 path="optimizer.clip_norm",
-                message="this target takes the norm of a rank's params, which with tp or pp are "
-                "only some of them.",
+                message="this target takes the norm over a rank's params, but with tp or pp a rank "
+                "has only some of them.",
                 suggestion="Remove it, or tp and pp.",
             )
         if (by_norms or by_root) and not scenario.world.order_known:
@@ -386,14 +385,14 @@ class Numerics:
             )
 
     def _divide(self, scenario: Scenario, added_in: str | None) -> DivideRule | None:
-        # AVG divides after the sum, but NCCL's rings multiply before it.
+        # AVG divides after the sum, except in NCCL's rings, which multiply before it.
         if self.divide == "avg":
             return AVERAGES.get(added_in or scenario.world.order, "post-rounded")
         return self.divide
 
 
 def value_of(numerics: Numerics, name: str) -> object:
-    """Return the value of a field of `system` that a target implements anyway; None for any value.
+    """Return the value of a `system` field that a target declares; None if it declares none.
 
     Args:
         numerics: The target's declaration.
@@ -404,7 +403,7 @@ def value_of(numerics: Numerics, name: str) -> object:
 
 
 def _nearest_word(divide: Any) -> Literal["none", "pre", "post", "premul"] | None:
-    """Return the nearest word of a scenario for a rule of division."""
+    """Return the nearest value of `system.divide` for a divide rule."""
     return _NEAREST_WORDS.get(divide, divide)
 
 
@@ -449,11 +448,11 @@ _WORDS: dict[str, tuple[object, ...]] = {
     "masters": get_args(Masters),
     "elementwise": (True, False),
 }
-"""Words of each field."""
+"""Allowed values of each field."""
 
 
 def check_word(what: str, value: object, choices: tuple[object, ...]) -> None:
-    """Check that a value is one of some choices.
+    """Check that a value is among the choices.
 
     Raises:
         UsageError: It is not; the message lists all choices.
@@ -467,7 +466,7 @@ def check_word(what: str, value: object, choices: tuple[object, ...]) -> None:
 
 
 def check_words(what: str, values: object, choices: tuple[object, ...]) -> None:
-    """Check that a value is a tuple of some choices.
+    """Check that a value is a tuple with entries from the choices.
 
     Raises:
         UsageError: It is no tuple, or an entry is not among the choices.

@@ -1,11 +1,11 @@
 """The protocol between zero_sim and a system under test.
 
 [Note: the least that a target needs]
-A target has a name and `build`. The engine that `build` returns has `module`, `zero_grad`,
-`backward`, `step` and `params`. With these, losses and working params of every rank are compared
-after every step. Each further method of `FullEngine` adds to the comparison; without it, the state
-that it would report is *not observed*, which is never a pass: see `zero_sim.targets.adapt`. A
-target declares its capabilities and its arithmetic: see `zero_sim.targets.declared`.
+A target has a name and `build`, which returns an engine with `module`, `zero_grad`, `backward`,
+`step` and `params`. This is enough to compare losses and working params on every rank after every
+step. Every other method of `FullEngine` adds to the comparison. If an engine lacks it, its state is
+*not observed*, which never counts as a pass: see `zero_sim.targets.adapt`. A target also declares
+its capabilities and arithmetic: see `zero_sim.targets.declared`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from zero_sim.scenario.spec import CheckpointForm, Scenario
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Position of a part of a param: integers that stay the same for a whole run.
+    """Position of a part of a param, constant for a whole run.
 
-    `param`, `start` and `stop` are required. The rest defaults to None, for not reported. Most
-    orders of addition need it, and so does `Costs(calls="told-buckets")`.
+    Only `param`, `start` and `stop` are required. But most orders of addition need the other fields
+    too, and so does `Costs(calls="told-buckets")`.
 
     Example:
         The first 5 elements of a param, in the second of two shards of a buffer of 16 elements:
@@ -42,11 +42,11 @@ class Place:
     """First element of the part in the flattened param."""
     stop: int
     """End of the half-open range `[start, stop)` in the flattened param."""
-    # All offsets and lengths below are elements, too, because a buffer has one dtype. First the
-    # position in buffer, bucket and shard: findings print it.
+    # Offsets and lengths count elements, because a buffer has one dtype. Findings print the
+    # position in buffer, bucket and shard.
     flat_start: int | None = None
-    """Offset of `start` in the flat buffer. None, here and below, if not reported: then the order
-    of addition must not depend on positions."""
+    """Offset of `start` in the flat buffer. None (here and below) if not reported; the order of
+    addition must not depend on positions then."""
     bucket: int | None = None
     """Index of the bucket in its buffer."""
     shard: int | None = None
@@ -55,27 +55,27 @@ class Place:
     """First element of the shard in the flat buffer."""
     shard_stop: int | None = None
     """End of the shard's half-open range."""
-    # The reduction of the gradient: kind, length and offset decide in which order its ranks are
-    # added, for example round a ring, which cuts a tensor into chunks.
+    # Kind, length and offset of the reduction decide in which order ranks are added. For example, a
+    # ring cuts a tensor into chunks, and each chunk starts at another rank.
     reduced_by: Literal["reduce_scatter", "reduce_scatter_list", "reduce", "all_reduce"] | None = (
         None
     )
     """The collective that reduces the gradient. Most orders of addition depend on it."""
     call_elems: int | None = None
-    """Elements of the tensor that this call reduces. If `flat_start` or `call_offset` is None,
-    parts with one `bucket` share a call; with `reduce`, those with one `bucket` and `shard`."""
+    """Length of the tensor that this call reduces. If `flat_start` or `call_offset` is None, parts
+    with equal `bucket` share a call (with `reduce`: with equal `bucket` and `shard`)."""
     call_offset: int | None = None
     """Offset of `start` in that tensor."""
     # A coalesced call is one call of the backend, so its ring covers all of its tensors.
     joined_elems: int | None = None
-    """Elements of all tensors of a coalesced call; None for a call of one tensor."""
+    """Total length of the tensors in a coalesced call; None if the call has a single tensor."""
     joined_offset: int | None = None
-    """Offset of `start` in these tensors, one after another."""
-    # Orders such as a ring's depend on the offset in the tensor of a call, so a sum over replicas
-    # has an offset of its own.
+    """Offset of `start` in the concatenation of these tensors."""
+    # A ring's order depends on the offset in the call's tensor, so the sum over replicas needs its
+    # own offset.
     copies_at: tuple[int, int] | None = None
-    """`(elements, offset)`: length of the tensor that is summed over replicas of the shard, and
-    offset of `start` in it. None if that tensor is the whole shard."""
+    """`(elements, offset)`: length of the tensor summed over the shard's replicas, and offset of
+    `start` in it. None if this tensor is the whole shard."""
     # For `Costs(calls="told-buckets")`, which counts calls by bucket.
     buffer: int = 0
     """Index of the flat buffer."""
@@ -86,18 +86,18 @@ class Place:
     padding_start: int | None = None
     """Start of the padding at the end of the bucket, in the flat buffer."""
     replicas: int = 1
-    """Number of ranks in the shard group that keep this part, each with its own state: all of them
-    for a small param that is replicated beside sharded ones. Each of these ranks reports the part,
-    and each is compared."""
+    """Number of ranks in the shard group that keep this part with its state: all of them for a
+    small param that stays replicated among sharded params. Each of these ranks reports the part,
+    and each report is compared."""
     gathered_by: Literal["all_gather", "all_gather_list", "broadcast"] | None = None
     """The collective that gathers the bucket, from `bucket_start` to `bucket_stop`."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedPart:
-    """A part of one param that a rank owns, with its optimizer state.
+    """A part of a param that a rank owns, with its optimizer state.
 
-    Tensors are views of live memory. They are read right after a step, before anything else runs.
+    Tensors are views of live memory, and are read right after a step, before anything else runs.
 
     Example:
         >>> import torch
@@ -111,24 +111,24 @@ class OwnedPart:
         torch.Size([6])
     """
 
-    # Live memory and no copies, because a large model has no room for a second state.
+    # Views, not copies, because a large model has no room for a second state.
     place: Place
-    """The elements that the part covers. All tensors below have `stop - start` elements."""
+    """Elements of the part. All tensors below have `stop - start` elements."""
     grad: Tensor | None  # 1D, gradient dtype
-    """The reduced gradient, at the point that `Numerics.grads_told` declares. None before the
-    first step, and always for an engine that keeps no gradients. Otherwise None stands for zeros,
-    for example for a param that is frozen in this step."""
+    """The reduced gradient, at the point declared in `Numerics.grads_told`. None before the first
+    step, and always if the engine keeps no gradients. Otherwise None stands for zeros, for example
+    if the param is frozen in this step."""
     master: Tensor  # 1D, fp32
-    """The fp32 master. If the target declares `Numerics(masters="param")`, the param itself, in
-    its own dtype."""
+    """The fp32 master; with `Numerics(masters="param")`, the param in its own dtype."""
     state: Mapping[str, Tensor]  # 1D, or 0-D for counters
     """Optimizer state by torch's keys, such as `exp_avg`, in any dtype. A 0-D tensor, such as
-    `step`, is the whole param's. State of another shape than the param is reported whole."""
+    `step`, belongs to the whole param. If state has another shape than the param, report all of
+    it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """Record of a step. Every field defaults to None, for not observed.
+    """Record of a step. Fields default to None: not observed.
 
     Example:
         >>> import torch
@@ -136,7 +136,7 @@ class StepResult:
         tensor(0.5000)
     """
 
-    # A tensor and no float, because its dtype decides how it is compared.
+    # A tensor, because its dtype decides how it is compared.
     norm: Tensor | None = None  # 0-D, fp32 or fp64
     """Norm of the whole gradient before clipping, without the loss scale. An fp64 norm is compared
     in fp64; with `Numerics(norm="told")` the reference clips by it in fp64."""
@@ -145,28 +145,28 @@ class StepResult:
     skipped: bool | None = None
     """True if nothing was updated because a gradient was not finite."""
     loss_scale: float | None = None
-    """Factor that multiplied the losses of this step, such as 1024.0."""
+    """Factor of the losses in this step, such as 1024.0."""
     raised: str | None = None
-    """Error that `step` raised, empty if it returned. Set by the harness for targets that declare
-    `Numerics(nonfinite="raises")`; None for all others."""
+    """Error that `step` raised; "" if it returned. Set by the harness if the target declares
+    `Numerics(nonfinite="raises")`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Optimizer settings of a rank and its loss scale, compared after a load."""
+    """A rank's optimizer settings and loss scale, compared after a load."""
 
-    # By param, because groups of a system need not be those of the scenario.
+    # By param, because a system's param groups may differ from the scenario's.
     params: Mapping[str, Mapping[str, object]]
-    """For each param that this rank owns any part of, the settings of its group under torch's
+    """For each param of which this rank owns a part, the settings of its param group under torch's
     names, such as `betas`; `lr` without `lr_factor`. Omitted settings are not compared."""
     loss_scale: float | None = None
     """Factor of the next loss; None if losses are not scaled."""
     good_steps: int | None = None
-    """Steps without overflow since the loss scale last changed; None if losses are not scaled."""
+    """Steps without overflow since the loss scale changed; None if losses are not scaled."""
 
 
 class Engine(Protocol):
-    """Training engine of one rank: the required members.
+    """A rank's training engine: the required members.
 
     Example:
         Ten lines around an optimizer, for `Capabilities(stages=(0,))`:
@@ -204,19 +204,19 @@ class Engine(Protocol):
         """Run backward for one micro-batch.
 
         Args:
-            loss: 0-D. It requires no gradient if every param that this rank's forward reads is
-                frozen in this step. Skip `loss.backward()` then, because it would raise, but take
-                part in the reductions of the other ranks.
-            last_micro: True if this is the last micro-batch of the step.
+            loss: 0-D. If this rank's forward only reads params that are frozen in this step, the
+                loss requires no gradient. Skip `loss.backward()` then, because it would raise, but
+                take part in the other ranks' reductions.
+            last_micro: True for the last micro-batch of the step.
             rows: Number of rows (samples or tokens) that the loss covers.
         """
         ...
 
     def step(self, *, lr_factor: float) -> StepResult | None:
-        """Reduce gradients that are not reduced yet, and update the params on every rank.
+        """Reduce all remaining gradients, and update the params on every rank.
 
         Args:
-            lr_factor: Factor of every learning rate in this step, 1.0 without a schedule.
+            lr_factor: Factor of every learning rate in this step; 1.0 without a schedule.
 
         Returns:
             A record of the step, or None.
@@ -226,40 +226,40 @@ class Engine(Protocol):
     def params(self) -> Mapping[str, Tensor]:
         """Return whole trainable params on this rank, by their names in the bare model.
 
-        All ranks call it at the same points, so it may communicate. It is called before the first
-        step and after each step, after `settle`. There are two exceptions. With
-        `Numerics(grads_in_params=True)` it is also called right after `step`. With
-        `system.overlap_params` it is called without `settle`, after the first micro-batch of the
-        next step, which has waited for every gather.
+        All ranks call this method at the same points, so it may communicate. It is called before
+        the first step and after each step, after `settle`, with two exceptions:
 
-        A tied param has one name, its first one. If the mapping contains params that are never
+        - With `Numerics(grads_in_params=True)` it is also called right after `step`.
+        - With `system.overlap_params` it is called without `settle`, after the first micro-batch of
+          the next step, because this micro-batch has waited for every gather.
+
+        Return a tied param under its first name. If the mapping contains params that are never
         trained, they are compared with their start values.
         """
         ...
 
 
 class FullEngine(Engine, Protocol):
-    """Training engine of one rank: all members, each of which is optional on its own.
+    """A rank's training engine: all members. Each member that `Engine` lacks is optional.
 
     All ranks call each method at the same points, even after findings, so it may communicate.
 
-    If an engine knows params by other names than the bare model, give it an attribute `names`: a
-    mapping from its names to those of the bare model. Everything it returns may use its own names
-    then.
+    If an engine names params differently from the bare model, give it an attribute `names`: a
+    mapping from its names to the bare model's. Everything it returns may then use its own names.
     """
 
-    # Training, in the order of calls.
+    # Training, in call order.
 
     def step(self, *, lr_factor: float) -> StepResult:
-        """Update as in `Engine.step`, and return a record of the step."""
+        """Update the params as `Engine.step` does, and return a record of the step."""
         ...
 
     def start_step(self, *, rows: Sequence[int]) -> None:
         """Prepare for the micro-batches of a step, after `zero_grad`.
 
         Args:
-            rows: Rows of each micro-batch that this rank has data for, in order. To scale losses
-                by the tokens of the step, sum them over ranks with a collective of your own.
+            rows: Rows in each micro-batch for which this rank has data, in order. To scale losses
+                by the step's tokens, sum these counts over ranks in a collective of your own.
         """
         ...
 
@@ -272,10 +272,10 @@ class FullEngine(Engine, Protocol):
         ...
 
     def backward_terms(self, loss: Tensor, second: Tensor, *, last_micro: bool, rows: int) -> None:
-        """Run backward for a micro-batch of a model with a second loss, in place of `backward`.
+        """Run backward for a model with a second loss; called in place of `backward`.
 
-        An engine without this method gets the sum of both losses in `backward`. Call backward
-        once, on a sum of both, because two calls add gradients in another order than the reference.
+        If an engine lacks this method, `backward` gets the sum of both losses. Call backward once,
+        on a sum of both: two calls would add gradients in another order than the reference.
 
         Args:
             loss: The main loss, 0-D.
@@ -286,10 +286,10 @@ class FullEngine(Engine, Protocol):
         ...
 
     def join_micro_batch(self, *, last: bool) -> None:
-        """Take part in a micro-batch for which this rank has no data, with gradients of zero.
+        """Take part in a micro-batch for which this rank has no data, with zero gradients.
 
-        Called in place of forward and `backward`, in cases with `run.own_micro_batches`. The
-        target's capabilities must follow that field.
+        Called in place of forward and `backward` in cases with `run.own_micro_batches`, a field
+        that the target must follow (`Capabilities.follows`).
 
         Args:
             last: True for the last micro-batch of the step, whose backward reduces gradients.
@@ -299,9 +299,9 @@ class FullEngine(Engine, Protocol):
     def settle(self) -> None:
         """Wait for communication that the last step left in flight.
 
-        Called after `step` and `parts` and before `params`; before a save and after a load. With
-        `system.overlap_params` it is called after the last step only. With
-        `Capabilities(unsettled=True)` it is called after every second step; after the others,
+        Called after `step` and `parts` and before `params`; also before a save and after a load.
+        With `system.overlap_params` it is only called after the last step. With
+        `Capabilities(unsettled=True)` it is called after every second step; after the other steps,
         `params` is called as with `system.overlap_params`.
         """
         ...
@@ -309,10 +309,10 @@ class FullEngine(Engine, Protocol):
     # State to compare.
 
     def parts(self) -> Iterable[OwnedPart]:
-        """Return the parts of the optimizer that this rank owns, the same places in every call.
+        """Return this rank's parts of the optimizer, with the same places in every call.
 
-        Called after each step, and once before the first step for the places alone, when there
-        are no gradients.
+        Called after each step. It is also called once before the first step to read the places,
+        when there are no gradients.
         """
         ...
 
@@ -321,16 +321,16 @@ class FullEngine(Engine, Protocol):
         ...
 
     def stray_gradients(self, *, padding_only: bool) -> str:
-        """Describe the first nonzero element of gradient buffers that must be zero; "" if none.
+        """Describe the first nonzero gradient element that must be zero; "" if there is none.
 
         Args:
             padding_only: False right after `zero_grad`, when all gradients must be zero. True
-                after a step, when padding must be zero.
+                after a step, when the padding of gradient buffers must be zero.
         """
         ...
 
     def stray_padding(self) -> str:
-        """Describe the first nonzero padding element of working params or masters; "" if none.
+        """Describe the first nonzero padding element in working params or masters; "" if none.
 
         Called after a step, when params can be read.
         """
@@ -345,26 +345,26 @@ class FullEngine(Engine, Protocol):
     def unwrap(self) -> nn.Module:
         """Return the module as it was before `build`, with the trained values.
 
-        The last call on every rank. The engine's hooks and gradients must be gone, and each param
-        must have memory of its own.
+        This is the last call on every rank. Remove the engine's hooks and gradients, and give each
+        param memory of its own.
         """
         ...
 
     def save(self, path: Path, *, form: CheckpointForm) -> None:
-        """Save a checkpoint; every rank calls it.
+        """Save a checkpoint. Called on every rank.
 
         Args:
             path: Folder to write, the same on every rank. It does not exist yet.
-            form: Form of the checkpoint, from `reload.form`.
+            form: Checkpoint form, from `reload.form`.
         """
         ...
 
     def save_async(self, path: Path, *, form: CheckpointForm) -> Saving:
-        """Start to save the present state; every rank calls it, between two steps.
+        """Start to save the present state. Called on every rank, between two steps.
 
-        Training goes on before `wait()` of the returned object is called. No later change may
-        reach the checkpoint. Called in cases with `reload.async_steps`, which the target's
-        capabilities must follow.
+        Training goes on before `wait()` is called on the returned object, and later changes must
+        not reach the checkpoint. Called in cases with `reload.async_steps`, a field that the target
+        must follow (`Capabilities.follows`).
 
         Args:
             path: As for `save`.
@@ -373,17 +373,17 @@ class FullEngine(Engine, Protocol):
         ...
 
     def load(self, path: Path, *, weights_only: bool = False) -> None:
-        """Load a checkpoint that was saved from any layout; every rank calls it.
+        """Load a checkpoint that was saved in any layout. Called on every rank.
 
-        Persistent buffers of the module are loaded, too, because the module that was built for
-        the load may have other values in them. If your checkpoints contain none, declare
+        Load persistent buffers too, because the module built for the load may contain other values.
+        If your checkpoints have no buffers, declare
         `Capabilities(only=(("model.buffer", ("none", "rebuilt")),))`.
 
-        Called before the first step. With `reload.lost_steps` or `reload.lost_micro_batches` it is
-        called on an engine that has trained and has gradients, none of which may remain.
+        Called before the first step. With `reload.lost_steps` or `reload.lost_micro_batches`, the
+        engine has already trained and has gradients; none of them may remain.
 
         Args:
-            path: Folder of the checkpoint.
+            path: Checkpoint folder.
             weights_only: True to load masters, working params and buffers, and keep the fresh
                 optimizer state and loss scale.
         """
@@ -394,101 +394,102 @@ class Saving(Protocol):
     """An asynchronous save in progress."""
 
     def wait(self) -> None:
-        """Return when the checkpoint is complete; every rank calls it once."""
+        """Return when the checkpoint is complete. Called once on every rank."""
         ...
 
 
-# Protocols with methods only, so that `isinstance` can check an engine for them.
+# These protocols have methods only, because `isinstance` cannot check attributes.
 @runtime_checkable
 class CostedEngine(Protocol):
-    """An engine that reports resident memory, for `Costs.held` of its target.
+    """An engine that reports its resident memory, which is compared with the target's `Costs.held`.
 
     If the target declares no `costs`, an engine with this method is checked against all closed
-    forms of its stage: collectives, memory and, in a case that overlaps, times. Buckets are then
-    reduced one after the other, the one with the first registered param last. Each is issued
-    before the next gradient arrives, and waited for after the last one has arrived. Gathers are
-    issued before `step` returns. Each is waited for when a module that reads from its bucket
-    begins.
+    forms of its stage: collectives, memory and, if the case overlaps, the issue times of
+    collectives. These forms assume that
+
+    - buckets are reduced in turn, the bucket with the first registered param last;
+    - each reduction is issued before the next gradient arrives, and waited for after the last;
+    - gathers are issued before `step` returns, and waited for when a module that reads their bucket
+      begins.
     """
 
     def held_bytes(self) -> Mapping[str, int]:
-        """Return the bytes of resident memory, each storage once; must not communicate.
+        """Return resident bytes, counting each storage once. Must not communicate.
 
         Returns:
-            Bytes by name: `gradients`, and `sums` of them over micro-batches; flat `params`;
-            `masters`; `state`; the `arena` of whole gradients, if there is one; and `other`, for
-            everything else that the engine keeps and that grows with the model. The module's own
-            tensors do not count. For example `{"gradients": 4096, "masters": 4096}`.
+            Bytes by name: `gradients`, and their `sums` over micro-batches; flat `params`;
+            `masters`; `state`; the `arena` of whole gradients, if any; and `other` for everything
+            else that the engine keeps and that grows with the model. The module's own tensors do
+            not count. Example: `{"gradients": 4096, "masters": 4096}`.
         """
         ...
 
 
 @runtime_checkable
 class PeakEngine(CostedEngine, Protocol):
-    """An engine that also reports unsharded memory within a step, which is checked then."""
+    """An engine that also reports its unsharded memory at any moment of a step."""
 
     def whole_bytes(self) -> Iterable[tuple[str, str, int]]:
-        """Return the unsharded memory of state that the stage shards, bucket by bucket.
+        """Return the present unsharded memory of sharded state, bucket by bucket.
 
         Returns:
-            Tuples of `gradients` or `params`; the name of a param of the bucket; and the bytes of
-            all memory that contains them, each storage once. Buckets without unsharded memory may
-            be omitted. With `system.arena` also `gradients outside the arena`, which counts those
-            bytes alone. With `reduce_buffer_elems` gradients are listed by reduction, and
-            `reduce buffers` has the bytes of all of them.
+            Tuples of a kind, `gradients` or `params`; the name of a param in the bucket; and the
+            bytes of all memory that contains them, counting each storage once. Buckets without
+            unsharded memory may be omitted. With `system.arena`, also report the kind `gradients
+            outside the arena`. With `reduce_buffer_elems`, list gradients by reduction, and report
+            all reduce buffers together as `reduce buffers`.
         """
         ...
 
 
 @runtime_checkable
 class CheckpointedEngine(CostedEngine, Protocol):
-    """An engine with activation checkpoints, whose bytes are checked."""
+    """An engine that reports the memory of its activation checkpoints."""
 
     def checkpoint_bytes(self) -> int:
-        """Return the bytes of all memory of activation checkpoints, each storage once."""
+        """Return the bytes of activation checkpoints, counting each storage once."""
         ...
 
 
 @runtime_checkable
 class NamedMemoryEngine(Protocol):
-    """An engine that names its memory, for a ledger of a rank's memory over time."""
+    """An engine that names its memory for the memory ledger of a rank."""
 
     def memory(self) -> Iterable[tuple[str, Tensor]]:
-        """Return all named memory that exists now, as names and tensors; views will do.
+        """Return all named memory that exists now, as names and tensors (or views).
 
         Returns:
-            Lasting memory: `gradients`, `sums` of them over micro-batches, `params`, `masters`,
-            and each state of the optimizer under torch's name. Temporary memory:
-            `whole_gradients` and `gathered` params. The ledger names all other memory after the
-            phase of the step that allocated it.
+            Lasting memory: `gradients`, their `sums` over micro-batches, `params`, `masters`, and
+            each optimizer state under torch's name. Temporary memory: `whole_gradients` and
+            `gathered` params. The ledger names all other memory after the phase that allocated it.
         """
         ...
 
 
 class Target(Protocol):
-    """A system under test: a name, and `build` to wrap a module for one rank.
+    """A system under test: a name, and `build` to wrap a module on each rank.
 
-    These attributes declare more. Each is optional.
+    A target may also have these attributes:
 
-    - `capabilities`: a `Capabilities`; None for everything that a scenario can contain. Default:
-      those of ten lines around AdamW.
-    - `numerics`: a `Numerics`, or a function from the scenario to one.
-    - `costs`: a `Costs`, or a function from the scenario to one.
-    - `options`: options of the target's own, as `Option` by name.
-    - `models`: models of the target's own, as `OwnModel` by name. Scenarios name `own:NAME`.
+    - `capabilities`: a `Capabilities`; None for every setting of a scenario. The default suits the
+      minimal AdamW wrapper in `Engine`.
+    - `numerics`: a `Numerics`, or a function from the scenario to a `Numerics`.
+    - `costs`: a `Costs`, or a function from the scenario to a `Costs`.
+    - `options`: the target's own options, as `Option` by name.
+    - `models`: the target's own models, as `OwnModel` by name. Scenarios name `own:NAME`.
     - `refuses(scenario)`: further reasons to refuse a case, as strings or `Problem`s.
-    - `reduce_ops(scenario)`: names of the reduce operations that the target uses besides SUM.
+    - `reduce_ops(scenario)`: names of reduce operations that the target uses besides SUM.
     - `draws_weights = True`: `build` draws the start values, which `params` then returns.
-    - `rank_local`: a `RankLocal`, for a library that keeps state of a rank in globals.
+    - `rank_local`: a `RankLocal`, if the library keeps a rank's state in globals.
     - `reference_step(param, grad, state, settings)` or
       `reference_optimizer(named_params, scenario)`: an update rule for the reference; and
       `reference_state(optimizer, named_params)` if state is not stored by param.
 
-    For a case that reloads, capabilities and `refuses` are also checked with the world and the
-    layout after the checkpoint.
+    If a case reloads, capabilities and `refuses` are also checked with the world and layout after
+    the checkpoint.
 
     Example:
-        A target for the engine of ten lines:
+        A target for the engine in `Engine`:
 
             class MyTarget:
                 name = "mine"
@@ -506,8 +507,8 @@ class Target(Protocol):
         """Wrap the module and its optimizer for training on this rank.
 
         Args:
-            module: The bare model, with the same initial bits on every rank.
-            scenario: The case. A target reads its `system` and `optimizer`.
+            module: The bare model, with equal initial bits on every rank.
+            scenario: The case. A target reads `system` and `optimizer`.
             group: The data-parallel group.
         """
         ...
