@@ -1,7 +1,8 @@
-"""Figures of worlds, cases, layouts and training: processor time and ratios.
+"""Figures for worlds, cases, layouts and training: processor time and ratios.
 
-Processor time, of this process and all processes it starts, does not change on a busy machine; the
-wall clock does. The two parts of a ratio run in turns, so a slowdown of the machine affects both.
+Processor time covers this process and all processes that it starts. Unlike the wall clock, it
+hardly changes on a busy machine. The two parts of a ratio run in turns, so a slow machine affects
+both.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ Work = Callable[[], object]
 
 
 def tree_seconds() -> float:
-    """Return processor seconds of this process and all its descendants, living or reaped."""
+    """Return processor seconds of this process and its descendants, living or reaped."""
     reaped = resource.getrusage(resource.RUSAGE_CHILDREN)
     own = time.process_time() + reaped.ru_utime + reaped.ru_stime
     return own + sum(map(_process_seconds, _descendants(os.getpid())))
@@ -61,7 +62,7 @@ def median_seconds(work: Work, repeats: int) -> float:
 
 
 def pairs(one: Work, other: Work, repeats: int) -> list[tuple[float, float]]:
-    """Return processor seconds of two pieces of work done in turns, descendants included."""
+    """Run two pieces of work in turns, and return their processor seconds with descendants'."""
     taken = []
     for _ in range(repeats):
         began = tree_seconds()
@@ -74,7 +75,7 @@ def pairs(one: Work, other: Work, repeats: int) -> list[tuple[float, float]]:
 
 def ratio(taken: list[tuple[float, float]]) -> float:
     """Return the median quotient of first over second."""
-    # The median of quotients, because only the two parts of a pair ran under the same load.
+    # Not a quotient of medians, because only the parts of a pair ran under the same load.
     return statistics.median(first / second for first, second in taken)
 
 
@@ -85,14 +86,14 @@ def _seconds(work: Work) -> float:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Return the ids of a process's descendants; Linux only."""
+    """Return the ids of a process's descendants. Linux only."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            # The name of the process, in parentheses, may contain spaces and parentheses.
+            # The process name, in parentheses, may contain spaces and parentheses.
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
         except OSError:
-            continue  # It ended meanwhile.
+            continue  # The process has ended.
         children.setdefault(int(fields[1]), []).append(int(folder.name))
     found, waiting = [], [pid]
     while waiting:
@@ -103,14 +104,14 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _process_seconds(pid: int) -> float:
-    """Return processor seconds of all threads of a process so far; 0 after its end."""
-    # schedstat counts nanoseconds; stat counts ticks of 10 ms, too coarse for one all_reduce.
+    """Return processor seconds of all threads in a process so far; 0 if it has ended."""
+    # schedstat counts nanoseconds. stat counts 10 ms ticks, too coarse for an all_reduce.
     nanoseconds = 0
     for task in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         try:
             nanoseconds += int(task.read_text().split()[0])
         except (OSError, IndexError):
-            continue  # The thread ended meanwhile.
+            continue  # The thread has ended.
     return nanoseconds / 1e9
 
 
@@ -118,12 +119,12 @@ _DRAWN = 100
 
 
 def small_case(*, hidden: int = 8, steps: int = 3, rows: int = 4) -> Scenario:
-    """Return the case that others are measured by: 4 ranks of a small network.
+    """Return the standard case: 4 ranks with a small network.
 
     Args:
-        hidden: Width of its layers, in elements.
+        hidden: Layer width, in elements.
         steps: Optimizer steps.
-        rows: Rows of data, for each rank and step.
+        rows: Data rows per rank and step.
     """
     return Scenario(
         schema=1,
@@ -143,14 +144,14 @@ def _all_reduce(rank: int) -> float:
 
 
 def all_reduce_seconds(world_size: int, repeats: int) -> float:
-    """Return the seconds of one all_reduce on warm ranks."""
+    """Return the seconds of an all_reduce on warm ranks."""
     with World(world_size) as world:
         world.run(_all_reduce)
         return median_seconds(lambda: world.run(_all_reduce), repeats)
 
 
 def case_seconds() -> float:
-    """Return the seconds of the small case, with all state judged."""
+    """Return the seconds of the small case with all state judged."""
     scenario = small_case()
     with WorldPool() as pool:
         # The first run opens the world and fills caches.
@@ -159,7 +160,7 @@ def case_seconds() -> float:
 
 
 def case_over_torch() -> float:
-    """Return the small case over its work in plain torch: build, train, step a shard."""
+    """Return the small case's time over its work in plain torch: build, train, step a shard."""
     scenario = small_case()
     workload = build_workload(scenario)
     with WorldPool() as pool:
@@ -169,12 +170,12 @@ def case_over_torch() -> float:
 
 
 def failing_seconds(world_size: int) -> float:
-    """Return the seconds of a run that fails: a mismatch of 2 ranks, or a missing one of many."""
+    """Return the seconds of a failing run: 2 ranks mismatch, or one of many ranks is missing."""
 
     def program(rank: int) -> None:
         if world_size > 2 and rank == 1:
             return
-        # Of two ranks, rank 1 has two elements and the other one. Of many, rank 1 is missing.
+        # Rank 1 has two elements, rank 0 has a single element.
         dist.all_reduce(torch.ones(1 + (rank == 1)))
 
     with World(world_size) as world:
@@ -188,7 +189,7 @@ def failing_seconds(world_size: int) -> float:
 
 
 def cost_of(world: WorldSpec) -> float:
-    """Return the small case in a world with these settings, over the same in a plain world."""
+    """Return the small case's time in a world with these settings, over a plain world."""
     plain = small_case()
     other = dataclasses.replace(plain, world=world)
     with WorldPool() as pool:
@@ -199,11 +200,14 @@ def cost_of(world: WorldSpec) -> float:
 
 
 def gloo_figures(*, hidden: int = 8, repeats: int = 20) -> tuple[float, float, float]:
-    """Return processor seconds of a case on gloo workers, over simulated, and wall over wall.
+    """Measure a case on gloo workers.
 
     Args:
         hidden: As for `small_case`.
         repeats: Number of repeats.
+
+    Returns:
+        Processor seconds on gloo; their ratio to simulated ranks; the same ratio by wall clock.
     """
     scenario = small_case(hidden=hidden)
     with WorldPool() as pool, on_workers(Setup(backend="gloo"), explainer=EXPLAINER) as judge:
@@ -224,12 +228,12 @@ def _wall_seconds(work: functools.partial[object]) -> float:
 
 
 def overhead(hidden: int) -> float:
-    """Return training on simulated ranks over the same work in a plain loop over ranks."""
+    """Return the time of training on simulated ranks, over a plain loop over ranks."""
     scenario = small_case(
         hidden=hidden, steps=20 if hidden < 64 else 5, rows=16 if hidden < 64 else 64
     )
     workload = build_workload(scenario)
-    # Warm up the draws, which both sides make.
+    # Warm up the draws, which both sides need.
     for rank in range(scenario.world.size):
         for step in range(scenario.run.steps):
             workload.batch(step=step, rank=rank, micro=0)
@@ -242,7 +246,7 @@ def overhead(hidden: int) -> float:
 
 
 def simulated_seconds(world: World, scenario: Scenario, workload: Workload) -> float:
-    """Return the seconds of all steps of a case on simulated ranks, without a judge.
+    """Return the seconds of all training steps on simulated ranks, without a judge.
 
     Args:
         world: World of the case's size.
@@ -251,12 +255,12 @@ def simulated_seconds(world: World, scenario: Scenario, workload: Workload) -> f
     """
     target = find_target("zero_sim")
     times: list[float] = []
-    # All ranks share the process's clock: from the first rank's start to the last rank's end.
+    # All ranks share the process clock, so measure from the first start to the last end.
 
     def program(rank: int) -> None:
         assert dist.group.WORLD is not None
         engine = target.build(workload.build(), scenario=scenario, group=dist.group.WORLD)
-        # The first time is taken after all engines exist, so their construction does not count.
+        # Wait for all engines, so that their construction does not count.
         dist.barrier()
         times.append(time.process_time())
         for step in range(scenario.run.steps):
@@ -272,15 +276,15 @@ def simulated_seconds(world: World, scenario: Scenario, workload: Workload) -> f
 
 
 def _train_plainly(scenario: Scenario, workload: Workload) -> float:
-    """Run forward, backward and a rank's share of the optimizer, rank by rank, without calls.
+    """Train rank by rank without communication; each rank steps its share of the params.
 
     Returns:
-        Processor seconds, without the construction.
+        Processor seconds, without construction.
     """
     size = scenario.world.size
     modules = [workload.build() for _ in range(size)]
     numel = sum(param.numel() for param in modules[0].parameters())
-    # Ceiling division: the share of a rank, padding included.
+    # A rank's share, rounded up for padding.
     masters = [torch.zeros(-(-numel // size), requires_grad=True) for _ in range(size)]
     optimizers = [torch.optim.AdamW([master], foreach=False) for master in masters]
     started = time.process_time()
@@ -288,17 +292,17 @@ def _train_plainly(scenario: Scenario, workload: Workload) -> float:
         for rank, module in enumerate(modules):
             module.zero_grad()
             workload.loss(module, workload.batch(step=step, rank=rank, micro=0)).backward()
-            # Zeros, because the time of a step does not depend on the values.
+            # Zeros, because a step's time does not depend on values.
             masters[rank].grad = torch.zeros_like(masters[rank])
             optimizers[rank].step()
     return time.process_time() - started
 
 
 def drawn_seconds() -> tuple[float, float]:
-    """Return mean seconds of a drawn case on warm worlds, with drawing, and of drawing alone."""
+    """Return mean seconds for drawing and judging a case on warm worlds, and for drawing alone."""
     cases_from = drawn_cases(ranks_max=8, steps_max=5).filter(lambda case: case.world.size > 1)
     with WorldPool() as pool:
-        # Once without measuring, so that the worlds of all sizes are open.
+        # Run once without measuring, to open worlds of all sizes.
         for case in itertools.islice(draws(cases_from, seed="bench"), _DRAWN):
             run_case(case, pool=pool)
         began = time.process_time()
@@ -310,7 +314,7 @@ def drawn_seconds() -> tuple[float, float]:
 
 
 def layouts_rate(count: int) -> float:
-    """Return the layouts per second that are drawn, planned and checked for unique owners.
+    """Return how many layouts per second are drawn, planned and checked for unique owners.
 
     Args:
         count: Number of layouts.
@@ -320,7 +324,7 @@ def layouts_rate(count: int) -> float:
     @hypothesis.seed(0)
     @hypothesis.settings(
         max_examples=count,
-        # Generation only: no shrinking, no database and no time limits.
+        # Only generate: no shrinking, database or time limits.
         phases=(hypothesis.Phase.generate,),
         database=None,
         deadline=None,
@@ -338,10 +342,10 @@ def layouts_rate(count: int) -> float:
 
 
 def require_cover(layout: Layout) -> None:
-    """Check that every element of a param has exactly one owner.
+    """Check that every param element has exactly one owner.
 
     Raises:
-        LayoutError: Names the first element that has none or two.
+        LayoutError: An element has no owner, or two. The message names the first such element.
     """
     _, policy, buffers = layout
     for buffer in buffers:
@@ -363,16 +367,13 @@ def require_cover(layout: Layout) -> None:
 
 
 def first_verdict_seconds() -> float:
-    """Return the seconds of `zero-sim run` with one case, imports included.
-
-    A first run is not measured, because it compiles the modules.
-    """
+    """Return the seconds of `zero-sim run` with one case, including imports."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "case.toml")
         path.write_text(to_toml(small_case()))
         command = [sys.executable, "-m", "zero_sim", "run", str(path), "--no-bundles"]
         environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(Path(folder, "compiled"))}
-        # Otherwise each run would compile the modules again.
+        # With this variable, each run would compile the modules again.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
 
         def judge() -> float:
@@ -380,6 +381,7 @@ def first_verdict_seconds() -> float:
             subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
             return tree_seconds() - began
 
+        # The first run compiles the modules, so it is not measured.
         judge()
-        # The least of three, because all noise only adds.
+        # The minimum, because noise only adds time.
         return min(judge() for _ in range(3))

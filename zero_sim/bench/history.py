@@ -1,7 +1,7 @@
-"""History of a machine's benchmarks: a line for each run, and regressions since.
+"""History of a machine's benchmarks, with a line for each run, and regressions since.
 
 Only ratios of two pieces of work done in turns are compared, because other figures depend on the
-machine's load. A regression is measured again before it is reported.
+machine's load. A regression is only reported after repeated measurements.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ WORSE_PERCENT = 15.0
 _RUNS = 5
 """Number of latest runs to compare with."""
 _AGAIN = 2
-"""Number of further measurements of an apparent regression."""
+"""Number of further measurements if there seems to be a regression."""
 
 
 def read_history(path: Path) -> list[dict[str, float]]:
-    """Return the values of each recorded run, by name; empty if there is no file yet.
+    """Return each recorded run's values by name; empty if there is no file yet.
 
     Raises:
-        UsageError: If the file is no history.
+        UsageError: The file is no history.
     """
     if not path.exists():
         return []
@@ -50,10 +50,10 @@ def append_history(path: Path, measurements: Sequence[Measurement], **about: str
     Args:
         path: The file, created if missing.
         measurements: The measurements.
-        about: Further facts of the run, such as versions.
+        about: Further facts about the run, such as versions.
 
     Raises:
-        UsageError: If the file cannot be written.
+        UsageError: The file cannot be written.
     """
     line = json.dumps({**about, "measurements": [asdict(each) for each in measurements]})
     try:
@@ -70,12 +70,12 @@ def find_worse(
     again: Callable[[str], Measurement],
     worse_percent: float = WORSE_PERCENT,
 ) -> list[WorseRatio]:
-    """Find the ratios that are worse than in the history, also when measured again.
+    """Find ratios that are worse than in the history, even if measured again.
 
     Args:
-        measurements: Measurements of this run.
+        measurements: This run's measurements.
         history: Values of earlier runs, by name.
-        again: Measures the figure of a name once more.
+        again: Function that measures a figure again, by name.
         worse_percent: Tolerated loss, in percent.
     """
     found = []
@@ -84,7 +84,8 @@ def find_worse(
         # Other units depend on the machine and its load.
         if row.unit != "x" or not values:
             continue
-        # The median of earlier runs against the best of this one: noise must not look like a loss.
+        # Compare the best value of this run with the median of earlier runs, so that noise does not
+        # look like a loss.
         before, best, tries = statistics.median(values), row.value, _AGAIN
         while _is_worse(best, before, row=row, percent=worse_percent) and tries:
             value, tries = again(row.name).value, tries - 1

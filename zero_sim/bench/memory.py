@@ -1,4 +1,4 @@
-"""Memory figures: overhead over the tensors of ranks, and the cost of many ranks."""
+"""Memory figures: overhead beyond the ranks' tensors, and the cost of many ranks."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from zero_sim.workloads import build_workload
 
 
 def memory_ratio() -> float:
-    """Return the peak growth of a fresh process that trains 4 ranks, over its ranks' tensors."""
+    """Return a fresh process's peak growth when it trains 4 ranks, over the ranks' tensors."""
     return float(_printed_by("print_memory()"))
 
 
 def many_ranks(world_size: int) -> tuple[float, float]:
-    """Return processor seconds and growth in MB of a world that is opened, run once and closed.
+    """Open a world, run it once and close it, and return processor seconds and growth in MB.
 
     Args:
-        world_size: Number of ranks; the odd ones make another call before all meet.
+        world_size: Number of ranks.
     """
     call = f"print_many_ranks({world_size})"
-    # The malloc setting that makes memory exact costs time, so measure in two processes.
+    # Two processes, because the malloc setting for exact memory figures costs time.
     seconds, _ = _printed_by(call, in_use=False).split()
     _, grown = _printed_by(call).split()
     return float(seconds), float(grown)
@@ -42,15 +42,15 @@ def _printed_by(call: str, *, in_use: bool = True) -> str:
         check=True,
         capture_output=True,
         text=True,
-        # Without a fixed threshold glibc keeps freed tensors in its heap and fragments it, so
-        # resident memory would exceed the memory in use.
+        # Without a fixed threshold, glibc keeps freed tensors in a fragmented heap, so resident
+        # memory would exceed the memory in use.
         env={**os.environ, **({"MALLOC_MMAP_THRESHOLD_": "65536"} if in_use else {})},
     )
     return done.stdout
 
 
 def print_many_ranks(world_size: int) -> None:
-    """Run the body of the process that `many_ranks` starts."""
+    """Print the figures for `many_ranks`; runs in a process of its own."""
     torch.set_num_threads(1)
     # A small world first, so that imports and caches do not count.
     with World(2) as world:
@@ -63,14 +63,14 @@ def print_many_ranks(world_size: int) -> None:
 
 
 def _branching(rank: int) -> None:
-    # Ranks branch, as in programs with different work on each rank.
+    # Odd ranks make another call first, as in programs with different work on each rank.
     if rank % 2:
         torch.zeros(rank)
     dist.all_reduce(torch.tensor([float(rank)]))
 
 
 def print_memory() -> None:
-    """Run the body of the process that `memory_ratio` starts."""
+    """Print the figure for `memory_ratio`; runs in a process of its own."""
     torch.set_num_threads(1)
     with WorldPool() as pool:
         run_case(small_case(), pool=pool)
@@ -79,10 +79,11 @@ def print_memory() -> None:
     module = workload.build()
     numel = sum(param.numel() for param in module.parameters())
     size = scenario.world.size
-    # fp32 params and grads: 8 bytes on each rank. Masters and two moments: 12 bytes in all shards.
+    # Bytes per element: 8 on each rank for fp32 params and grads, 12 in all shards together for
+    # masters and two moments.
     held_bytes = size * 8 * numel + 12 * numel
     del module
-    # After a small case and the construction of the workload, so that neither counts.
+    # Measured here, so that neither the small case nor the workload counts.
     before_bytes = _resident_bytes()
     with World(size) as world:
         simulated_seconds(world, scenario, workload)
@@ -90,12 +91,12 @@ def print_memory() -> None:
 
 
 def _peak_bytes() -> int:
-    # Linux gives ru_maxrss in KiB.
+    # ru_maxrss is in KiB on Linux.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _resident_bytes() -> int:
-    """Return the resident bytes of this process; Linux only."""
+    """Return the resident bytes of this process. Linux only."""
     with open("/proc/self/statm") as statm:
-        # The second number of statm is the resident set, in pages.
+        # The second number is the resident set, in pages.
         return int(statm.read().split()[1]) * resource.getpagesize()

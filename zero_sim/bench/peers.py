@@ -1,9 +1,9 @@
-"""Peers: the same programs on torch's own ways of running many ranks in one process.
+"""Peers: the same programs with torch's own ways to run many ranks in a process.
 
-The threaded process group has a thread per rank and no baton, so results depend on the timing of
-threads if they share random numbers. `LocalTensorMode` runs all ranks in one thread, in lock-step,
-so it cannot run programs that branch on the rank. Each replaces global state of torch. Therefore
-each runs in a separate process, and measurements alternate between the processes.
+The threaded process group has a thread per rank and no baton, so results depend on thread timing if
+ranks share random numbers. `LocalTensorMode` runs all ranks in lock-step in a single thread, so it
+cannot run programs that branch on the rank. Because both replace global state in torch, each runs
+in its own process, and measurements alternate between processes.
 """
 
 from __future__ import annotations
@@ -34,17 +34,16 @@ _STEPS = 3
 
 Program = Callable[[int], object]
 Way = Callable[[Program], AbstractContextManager[Callable[[], object]]]
-"""Context manager that yields a function that runs a program once on warm ranks, if the peer can
-keep ranks warm."""
+"""Context manager that yields a function to run a program once, on warm ranks if possible."""
 
 
 def all_reduce(rank: int) -> None:
-    """Call one all_reduce of one element."""
+    """All-reduce a single element."""
     dist.all_reduce(torch.tensor([float(rank)]))
 
 
 def train_fsdp2(rank: int) -> None:
-    """Train three AdamW steps with FSDP2, with each layer sharded separately."""
+    """Train three AdamW steps with FSDP2, sharding each layer separately."""
     model = _model()
     for layer in model:
         if isinstance(layer, nn.Linear):
@@ -60,21 +59,21 @@ def train_ddp(rank: int) -> None:
 
 @contextlib.contextmanager
 def simulated(program: Program) -> Iterator[Callable[[], object]]:
-    """Run on simulated ranks, which stay between runs."""
+    """Run on simulated ranks, which stay warm between runs."""
     with World(RANKS) as world:
         yield lambda: world.run(program)
 
 
 @contextlib.contextmanager
 def threaded(program: Program) -> Iterator[Callable[[], object]]:
-    """Run on torch's threaded process group; as in torch's tests, each run starts new threads."""
+    """Run on torch's threaded process group. Each run starts new threads, as in torch's tests."""
     from torch.testing._internal.distributed import multi_threaded_pg as peer
 
-    # torch's functions for this have no types.
+    # These torch functions have no types.
     install: Callable[[], object] = peer._install_threaded_pg
     install()
     isolate: Callable[[bool], object] = getattr(c_bindings, "_set_thread_isolation_mode")  # noqa: B009
-    # Each thread then has process groups of its own, as a process would.
+    # Gives each thread its own process groups, as a process would have.
     isolate(True)
     yield lambda: _on_threads(program)
 
@@ -107,7 +106,7 @@ PROGRAMS: Mapping[str, Program] = {
 
 
 class PeerProcess:
-    """A process that runs a program in one way; close it with `with`."""
+    """A process that runs a program with a peer, to be used in a `with` statement."""
 
     def __init__(self, way: str, program: str) -> None:
         self._process = subprocess.Popen(
@@ -128,17 +127,17 @@ class PeerProcess:
         self._process.communicate()
 
     def seconds(self) -> float:
-        """Run the program once more, and return its processor seconds.
+        """Run the program again, and return its processor seconds.
 
         Raises:
-            EnvironmentProblem: If it cannot run here.
+            EnvironmentProblem: It cannot run here.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("\n")
             self._process.stdin.flush()
-        # An empty answer means that the process has ended.
+        # An empty line means that the process has ended.
         answer = self._process.stdout.readline()
         if not answer:
             _, stderr = self._process.communicate()
@@ -148,7 +147,7 @@ class PeerProcess:
 
 
 def ratio_of(program: str, *, peer: str, repeats: int) -> float:
-    """Return the seconds of a program on a peer over those on simulated ranks, as a median.
+    """Return a program's median time on a peer, over simulated ranks.
 
     Args:
         program: Name in `PROGRAMS`.
@@ -156,14 +155,14 @@ def ratio_of(program: str, *, peer: str, repeats: int) -> float:
         repeats: Number of pairs of runs.
 
     Raises:
-        EnvironmentProblem: If the peer cannot run it here.
+        EnvironmentProblem: The peer cannot run it here.
     """
     with PeerProcess(peer, program) as other, PeerProcess("simulated", program) as own:
         return statistics.median(other.seconds() / own.seconds() for _ in range(repeats))
 
 
 def main(way: str, program: str) -> None:
-    """Run the body of the process that `PeerProcess` starts: one run for each line of its input."""
+    """Run a program once for each input line; runs in the process that `PeerProcess` starts."""
     torch.set_num_threads(1)
     with WAYS[way](PROGRAMS[program]) as run:
         for _ in sys.stdin:
@@ -207,7 +206,7 @@ def _model() -> nn.Sequential:
 def _train(model: nn.Module, rank: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     for step in range(_STEPS):
-        # [rows, features], fp32. Values differ by rank, so gradients have to be averaged.
+        # [rows, features], fp32. Values differ by rank, so gradients must be averaged.
         rows = torch.full((8, 13), float(rank + step))
         model(rows).square().mean().backward()
         optimizer.step()

@@ -1,7 +1,7 @@
-"""Rows of the benchmark, each a figure beside its goal.
+"""Benchmark rows, with figures and their goals.
 
-Nearly all are processor time. A busy machine inflates it by 10 to 20 %, whatever else runs; ratios
-compare work done in turns. Absolute figures also depend on the machine.
+Nearly all figures are processor time, which a busy machine inflates by 10 to 20 %. Ratios avoid
+this, because they compare work done in turns. Absolute figures also depend on the machine.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class Row:
     figures: tuple[Measurement, ...]
     """Figures without values."""
     take: Callable[[], float | tuple[float, ...]]
-    """Measures one value per figure; times are in seconds."""
+    """Function that measures a value for each figure; times are in seconds."""
 
     def measure(self) -> Iterator[Measurement]:
-        """Measure the figures."""
+        """Yield the figures with their measured values."""
         taken = self.take()
         values = taken if isinstance(taken, tuple) else (taken,)
         for figure, in_seconds in zip(self.figures, values, strict=True):
             value = in_seconds * 1e3 if figure.unit == "ms" else in_seconds
             goal, ok = figure.goal, None
             if goal is not None:
-                # Rates must reach their goal, times must not exceed it.
+                # Rates must reach their goal; times must not exceed it.
                 ok = value >= goal if figure.at_least else value <= goal
             yield replace(figure, value=round(value, 4), ok=ok)
 
@@ -64,7 +64,7 @@ _WORLDS = (
     ("hostile timing", WorldSpec(size=4, timing="hostile")),
     ("race detector", WorldSpec(size=4, races=True)),
 )
-# Figures without a goal are for comparison only.
+# Figures without a goal are only for comparison.
 ROWS = (
     _row(
         _figure("warm all_reduce, 4 ranks", "ms", most=1.0),
@@ -127,13 +127,13 @@ ROWS = (
 
 
 def run_benchmarks(*, only: str = "") -> Iterator[Measurement]:
-    """Take every measurement, one after another.
+    """Take every measurement.
 
     Args:
-        only: Part of the names to measure; empty for all.
+        only: Part of a figure's name, to measure only rows with such figures; "" for all.
 
     Raises:
-        UsageError: If no figure's name contains it.
+        UsageError: No figure's name contains `only`.
     """
     names = [figure.name for row in ROWS for figure in row.figures]
     if not any(only in name for name in names):
@@ -142,7 +142,7 @@ def run_benchmarks(*, only: str = "") -> Iterator[Measurement]:
             f"expected a part of a figure's name, got {only!r}.{did_you_mean(only, words)} "
             f"Figures: {'; '.join(names)}."
         )
-    # One thread, so that processor time does not depend on the number of cores.
+    # A single thread, so that processor time does not depend on the number of cores.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,7 +1,7 @@
-"""Adapter around an engine, between the training loop and the judge.
+"""Adapter around an engine, used by the training loop and the judge.
 
-Optional methods that the engine lacks become no-ops, listed in `unreported`. Every return value is
-validated. Time spent in the engine is charged to the engine.
+Optional methods that the engine lacks become no-ops; `unreported` lists the state that is then not
+observed. All return values are validated. Time spent in the engine is charged to it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _OBSERVED = {
     "stray_gradients": STRAY_GRADIENTS,
     "stray_padding": STRAY_PADDING,
 }
-"""State that a method reports, in the words of the notes."""
+"""State that each method reports, as notes name it."""
 
 _DEFAULTS: dict[str, object] = {
     "start_micro_batch": None,
@@ -56,7 +56,7 @@ _DEFAULTS: dict[str, object] = {
     "notes": (),
     "held_bytes": {},
 }
-"""Return values of optional methods that an engine lacks."""
+"""Return values of missing optional methods."""
 
 
 Asking = Callable[[], AbstractContextManager[object]]
@@ -64,11 +64,11 @@ _Query = TypeVar("_Query", bound=Callable[..., Any])
 
 
 def _query(method: _Query) -> _Query:
-    """Charge a query to the engine, and answer it once within a block of `asked_once`."""
+    """Charge a query to the engine, and run it only once within `asked_once`."""
 
     @wraps(method)
     def ask(self: EngineAdapter, **options: object) -> object:
-        # None outside of such a block: there the engine may have trained since the last answer.
+        # None outside of `asked_once`, because the engine may have trained since the last query.
         known = self._answers
         question = (method.__name__, *options.items())
         if known is not None and question in known:
@@ -83,14 +83,14 @@ def _query(method: _Query) -> _Query:
 
 
 class EngineAdapter:
-    """An engine with all methods; those that it lacks do nothing.
+    """An engine with all methods of the protocol; missing methods do nothing.
 
     Methods raise ProtocolError if the engine returns something that the protocol does not allow.
 
     Args:
         engine: The engine that a target built.
         model: The bare model; None to check types only.
-        asking: Makes the context manager around each query, which charges it to the engine.
+        asking: Factory of a context manager that charges a query to the engine.
     """
 
     def __init__(
@@ -102,31 +102,32 @@ class EngineAdapter:
         self._asking = asking
         self._has_stepped = False
         self._answers: dict[object, Any] | None = None
-        """Answers within a block of `asked_once`, by method and arguments."""
-        # From the engine's own names of params to those of the bare model.
+        """Results within `asked_once`, by method and arguments."""
+        # From the engine's param names to the bare model's.
         self._names = self._check.names(getattr(engine, "names", None))
         self._reported: dict[str, Tensor] = {}
-        """Params as last reported, untrained ones included, if the model has any."""
+        """Last reported params, including untrained params; empty if the model has none of
+        these."""
         self._repeated: list[tuple[str, str, Tensor]] = []
-        """Second reports of a param: its name, its other name, and values there."""
+        """Params that were reported twice: name, second name, second value."""
         self.tied_parts: dict[str, str] = {}
-        """First name of each tied param, by the other name in its parts."""
+        """First name of each tied param whose parts use another name, by this name."""
         self.module = engine.module
         self.unreported = frozenset(
             what for name, what in _OBSERVED.items() if not hasattr(engine, name)
         )
-        """State that is not observed, in the words of the notes."""
+        """State that is not observed, as notes name it."""
         self.costed = engine if isinstance(engine, CostedEngine) else None
-        """The engine itself if it has `held_bytes`, else None."""
+        """The engine if it has `held_bytes`, else None."""
 
     @property
     def has_start_step(self) -> bool:
-        """True if the engine takes the rows of a step."""
+        """True if the engine has start_step()."""
         return getattr(self._engine, "start_step", None) is not None
 
     @property
     def can_unwrap(self) -> bool:
-        """True if the engine gives its module back."""
+        """True if the engine has unwrap()."""
         return getattr(self._engine, "unwrap", None) is not None
 
     @property
@@ -136,9 +137,9 @@ class EngineAdapter:
 
     @contextmanager
     def asked_once(self) -> Iterator[None]:
-        """Open a block in which the engine does not train, so each query is answered once."""
-        # A query may run collectives, which all ranks must call equally often, so the number of
-        # queries must not depend on the findings of a rank.
+        """Run each query only once within this context, in which the engine must not train."""
+        # A query may run collectives. All ranks must call these equally often, so the number of
+        # queries must not depend on a rank's findings.
         self._answers = {}
         try:
             yield
@@ -146,18 +147,18 @@ class EngineAdapter:
             self._answers = None
 
     def _optional(self, method: str, **options: object) -> Any:
-        """Call a method, or return its default if the engine lacks it."""
+        """Call a method, or return its default if it is missing."""
         found = getattr(self._engine, method, None)
         return _DEFAULTS[method] if found is None else found(**options)
 
     def _followed(self, method: str, *, path: str) -> Callable[..., Any]:
-        """Return a method that the engine must have, because its target follows a field."""
+        """Return a method that the engine needs because its target follows the field `path`."""
         found = getattr(self._engine, method, None)
         if found is None:
             raise ProtocolError(
-                f"expected {CALLS[method][0]} of {type(self._engine).__name__}, whose target "
-                f"follows {path}, got none. Add it, or remove the path from `follows` of the "
-                "capabilities."
+                f"expected {type(self._engine).__name__} to have {CALLS[method][0]}, because its "
+                f"target follows {path}, got no such method. Add it, or remove the path from "
+                "Capabilities.follows."
             )
         return found
 
@@ -190,14 +191,14 @@ class EngineAdapter:
         return self._check.output(self.module(*args, **named))
 
     def backward(self, *terms: Tensor, last_micro: bool, rows: int) -> None:
-        """Run backward for one micro-batch, from the sum of terms that the engine does not split.
+        """Run backward for one micro-batch, on the sum of terms if the engine does not split them.
 
         Args:
             terms: The loss, or main loss and second loss.
-            last_micro: True if the step has no micro-batch after this one.
+            last_micro: True for the last micro-batch of the step.
             rows: Number of rows that the loss covers.
         """
-        # Only models with a second loss have two terms; the sum is the reference's, too.
+        # Only models with a second loss have two terms. The reference adds them the same way.
         split = getattr(self._engine, "backward_terms", None) if len(terms) > 1 else None
         if split is not None:
             split(*terms, last_micro=last_micro, rows=rows)
@@ -205,17 +206,17 @@ class EngineAdapter:
             self._engine.backward(total_loss(terms), last_micro=last_micro, rows=rows)
 
     def step(self, *, lr_factor: float) -> StepResult:
-        """Update the params; an empty record if the engine returns none."""
+        """Update the params. Returns an empty record if the engine returns None."""
         answer = self._engine.step(lr_factor=lr_factor)
         self._has_stepped = True
         return self._check.step(answer)
 
     def try_step(self, *, lr_factor: float) -> StepResult:
-        """Update the params, if the engine may raise because a gradient is not finite."""
+        """Update the params of an engine that may raise if a gradient is not finite."""
         try:
             result = self.step(lr_factor=lr_factor)
         except ZeroSimError:
-            # Not a refusal of the step, but zero_sim's own error, such as a deadlock.
+            # An error of zero_sim, such as a deadlock, and not the engine's own.
             raise
         except (ArithmeticError, RuntimeError, ValueError) as error:
             raised = f"{type(error).__name__}: {error}"
@@ -231,7 +232,7 @@ class EngineAdapter:
         return {name: param.detach() for name, param in self._params().items()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients that whole params have in `.grad`."""
+        """Return the gradients in `.grad` of whole params."""
         return {
             name: param.grad.detach()
             for name, param in self._params().items()
@@ -242,14 +243,14 @@ class EngineAdapter:
     def _params(self) -> dict[str, Tensor]:
         model = self._check.model
         told: object = self._engine.params()
-        # Another type is refused by `params` of the checks below.
+        # `Answers.params` refuses any other type below.
         if isinstance(told, Mapping):
             told = self._without_repeats(told)
         reported = self._check.params(told)
-        # Later a wrong size is a finding about the system, not a mistake in the protocol.
+        # After a step, a wrong size is a finding about the system, not a mistake in the adapter.
         if not self._has_stepped:
             self._check.sizes(reported)
-        # The checks drop untrained params, so keep them here for `untrained`.
+        # `Answers.params` drops untrained params, so keep them here for `untrained`.
         if model is not None and model.untrained and isinstance(told, Mapping):
             untrained = {name: told.get(name) for name in model.untrained}
             self._reported = reported | {
@@ -258,12 +259,12 @@ class EngineAdapter:
         return reported
 
     def _without_repeats(self, told: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return params by their names in the bare model; repeated ones go to `_repeated`."""
+        """Return params by their names in the bare model; repeated params go to `_repeated`."""
         once: dict[Any, Any] = {}
         self._repeated = []
         for own, value in told.items():
             name = self._first_name(self._names.get(own, own))
-            # The first report counts, and the judge compares the others with it.
+            # The first report counts; the judge compares the others with it.
             if name in once:
                 checked = self._check.params({name: value})
                 self._repeated += [(name, own, again) for again in checked.values()]
@@ -272,29 +273,26 @@ class EngineAdapter:
         return once
 
     def _first_name(self, name: Any) -> Any:
-        """Return the first name of a tied param, and any other name unchanged."""
+        """Return the first name of a tied param; other names stay unchanged."""
         model = self._check.model
         return name if model is None else model.tied.get(name, name)
 
     def repeated(self) -> Iterable[tuple[str, str, Tensor]]:
-        """Return params that `params` reported twice, for example tied ones.
+        """Return params that `params` reported twice, such as tied params.
 
         Returns:
-            Name, other name, and values there.
+            Tuples of name, second name and second value.
         """
         self._params()
         return [(name, own, value.detach()) for name, own, value in self._repeated]
 
     def untrained(self) -> Iterator[Seen]:
-        """Yield the present values of params that are never trained.
-
-        Calls `params` if the model has any.
-        """
+        """Yield the present values of untrained params. Calls `params` if the model has any."""
         model = self._check.model
         if model is None or not model.untrained:
             return
         self._params()
-        # The module's own params, because many engines do not report untrained ones.
+        # Read the module's params, because many engines do not report untrained params.
         with self._asking():
             held = {
                 self._names.get(name, name): param
@@ -303,8 +301,8 @@ class EngineAdapter:
         yield from look_at(model.untrained, told=self._reported, held=held)
 
     def module_tensors(self) -> dict[str, Tensor]:
-        """Return params and buffers of the module as it is now, without DTensors."""
-        # Each rank has another shard of a DTensor, and `params` returns it whole.
+        """Return the module's present params and buffers, without DTensors."""
+        # Each rank has another shard of a DTensor; `params` returns the whole param.
         with self._asking():
             params = dict(self._engine.module.named_parameters())
             return {
@@ -314,7 +312,7 @@ class EngineAdapter:
             }
 
     def scales(self, names: Collection[str]) -> dict[str, Tensor | None]:
-        """Return the scales of params in fp8, from buffers of the module; None for each missing."""
+        """Return the scales of fp8 params from the module's buffers; None for missing scales."""
         if not names:
             return {}
         with self._asking():
@@ -323,13 +321,13 @@ class EngineAdapter:
 
     @_query
     def parts(self) -> Sequence[OwnedPart]:
-        """Return the parts of the optimizer that this rank owns; empty if none are reported."""
+        """Return this rank's parts of the optimizer; empty if none are reported."""
         try:
             reported = self._optional("parts")
             # Run a generator here, where its errors can be explained.
             reported = list(reported) if isinstance(reported, Iterable) else reported
         except (AttributeError, TypeError) as error:
-            # Before the first step, `.grad.reshape(-1)` of None is the likely cause.
+            # Before the first step, the likely cause is `.grad.reshape(-1)` with `.grad` None.
             if self._has_stepped:
                 raise
             raise ProtocolError(
@@ -342,12 +340,12 @@ class EngineAdapter:
         return self._check.parts(reported)
 
     def _renamed(self, part: object) -> object:
-        """Return a part with its param's name in the bare model; anything else unchanged."""
+        """Return a part under its param's name in the bare model; anything else unchanged."""
         if not isinstance(part, OwnedPart) or not isinstance(part.place, Place):
             return part
         own = self._names.get(part.place.param, part.place.param)
         name = self._first_name(own)
-        # Noted for the judge: two owners of a tied param are a finding under its first name.
+        # For the judge, which reports two owners of a tied param under its first name.
         if name != own:
             self.tied_parts[own] = name
         if name == part.place.param:
@@ -357,8 +355,8 @@ class EngineAdapter:
     # Queries may run collectives: see `asked_once`.
     @_query
     def settings(self) -> Settings | None:
-        """Return the settings of the optimizer; None if the engine reports none."""
-        # An attribute may be None, too, in place of a missing method.
+        """Return the optimizer's settings; None if the engine reports none."""
+        # An attribute that is None counts as a missing method.
         if getattr(self._engine, "settings", None) is None:
             return None
         checked = self._check.settings(self._engine.settings())
@@ -367,7 +365,7 @@ class EngineAdapter:
 
     @_query
     def stray_gradients(self, *, padding_only: bool) -> str:
-        """Describe a nonzero gradient where all must be zero; "" if none or not reported."""
+        """Describe a nonzero gradient that must be zero; "" if none or not reported."""
         stray = self._optional("stray_gradients", padding_only=padding_only)
         return self._check.text("stray_gradients", stray)
 
@@ -406,18 +404,17 @@ class EngineAdapter:
 def complete(
     engine: Engine, *, model: Model | None = None, asking: Asking = nullcontext
 ) -> EngineAdapter:
-    """Wrap an engine with the required members into one with all methods that the harness calls.
+    """Wrap an engine into an adapter with all methods that the harness calls.
 
     Args:
-        engine: Engine from a target's `build`; a complete one is returned unchanged.
+        engine: Engine from a target's `build`. An adapter is returned unchanged.
         model: The bare model, against which return values are checked.
         asking: As for `EngineAdapter`.
 
     Raises:
-        ProtocolError: Required members are missing, all of which the message names, or a method
-            takes other arguments.
+        ProtocolError: Required members are missing, or a method takes other arguments.
     """
-    # So that callers need not know if an engine is wrapped already.
+    # Callers need not know if an engine is already wrapped.
     if isinstance(engine, EngineAdapter):
         return engine
     missing = [name for name in _REQUIRED if not hasattr(engine, name)]

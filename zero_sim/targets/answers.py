@@ -1,7 +1,7 @@
-"""Validation of an engine's return values, so that a mistake in an adapter names its method.
+"""Validation of an engine's return values. Errors name the engine's method.
 
-Typical mistakes are a number in place of a record, or a name with a wrapper's prefix. They are
-neither findings about the system nor failures of the judge.
+Typical mistakes are a number in place of a record, or a param name with a wrapper's prefix. They
+are neither findings about the system nor failures of the judge.
 """
 
 from __future__ import annotations
@@ -31,35 +31,36 @@ from zero_sim.targets.protocol import (
 
 
 def _call_of(name: str, method: Callable[..., object]) -> tuple[str, list[None], dict[str, None]]:
-    """Return the call of a protocol method as text, with its positional and named arguments."""
+    """Return a protocol method's call as text, with its positional and keyword arguments."""
     _, *params = inspect.signature(method).parameters.values()
     bare = [each.replace(annotation=each.empty, default=each.empty) for each in params]
     named = {each.name: None for each in bare if each.kind is each.KEYWORD_ONLY}
     return f"{name}{inspect.Signature(bare)}", [None] * (len(bare) - len(named)), named
 
 
-# From the protocols themselves, so a method added there is checked here, too.
+# Read from the protocols, so methods added there are checked too.
 _METHODS = {**vars(Engine), **vars(FullEngine), "held_bytes": CostedEngine.held_bytes}
 CALLS = {
     name: _call_of(name, method)
     for name, method in _METHODS.items()
     if inspect.isfunction(method) and not name.startswith("_")
 }
-"""Calls of the methods that an engine can have."""
+"""Expected calls, by method."""
 
 
 def check_calls(engine: object) -> None:
     """Check that an engine's methods take the arguments that the harness passes.
 
     Raises:
-        ProtocolError: A member is no method, or takes other arguments; or `module` is no module.
+        ProtocolError: A member is no method, a method takes other arguments, or `module` is no
+            module.
     """
-    # Checked once after `build`, so that a wrong signature is no finding in the first step.
+    # Checked once after `build`, because a wrong signature must not become a finding in step 0.
     module = getattr(engine, "module", None)
     if not isinstance(module, nn.Module):
         raise ProtocolError(
             f"expected `module` of {_type(engine)} to be a torch.nn.Module, got {shown(module)}. "
-            "Assign the module that `build` got, or the wrapper around it."
+            "Assign the module that `build` got, or a wrapper around it."
         )
     for name, (words, args, named) in CALLS.items():
         method = getattr(engine, name, None)
@@ -70,13 +71,13 @@ def check_calls(engine: object) -> None:
                 f"expected `{name}` of {_type(engine)} to be a method, {words}, got "
                 f"{shown(method)}."
             )
-        # Cached by function, because reading a signature takes 20 us and a case has many engines.
+        # Cached by function: reading a signature takes 20 us, and a case has many engines.
         if inspect.ismethod(method) and _takes(method.__func__, name):
             continue
         try:
             signature = inspect.signature(method)
         except (TypeError, ValueError):
-            continue  # Not written in Python, so a call will show if it fits.
+            continue  # Not written in Python. A wrong call raises later.
         try:
             signature.bind(*args, **named)
         except TypeError as error:
@@ -87,7 +88,7 @@ def check_calls(engine: object) -> None:
 
 @lru_cache(maxsize=512)
 def _takes(function: Callable[..., object], name: str) -> bool:
-    """Return True if a function can be called like the engine's method of that name."""
+    """Return True if a function takes the arguments of the protocol's method `name`."""
     _, args, named = CALLS[name]
     try:
         # The first None stands for `self`.
@@ -98,10 +99,10 @@ def _takes(function: Callable[..., object], name: str) -> bool:
 
 
 class Answers:
-    """Checks of an engine's return values; a mistake is a ProtocolError that names the method.
+    """Checks of an engine's return values. Mistakes raise a ProtocolError that names the method.
 
     Args:
-        engine: The engine, whose type appears in messages.
+        engine: The engine. Messages contain its type.
         model: The bare model; None to check types only, without names, sizes and devices.
     """
 
@@ -109,7 +110,7 @@ class Answers:
         self._engine, self.model = engine, model
 
     def step(self, answer: object) -> StepResult:
-        """Return the record of a step, empty for None, its norm on the model's device."""
+        """Return the record of a step with its norm on the model's device; empty for None."""
         if answer is None:
             return StepResult()
         if not isinstance(answer, StepResult):
@@ -123,12 +124,12 @@ class Answers:
         self._check_numbers("step", answer, ("zeros", "skipped", "loss_scale"))
         if norm is None:
             return answer
-        # torch.tensor(number) is on the CPU, and the reference's norm on the model's device.
+        # torch.tensor(number) is on the CPU, but the reference's norm is on the model's device.
         device = norm.device if self.model is None else self.model.device
         return replace(answer, norm=norm.reshape(()).to(device))
 
     def params(self, answer: object) -> dict[str, Tensor]:
-        """Return trained params, in the shapes of the model as far as they fit."""
+        """Return trained params, reshaped to the model's shapes if their lengths fit."""
         if not isinstance(answer, Mapping):
             hint = "Try dict(model.named_parameters()) of the bare model."
             raise self._wrong("params", "a mapping of names to tensors", answer, hint=hint)
@@ -143,25 +144,25 @@ class Answers:
             if model is not None:
                 self._check_name("params", name, model=model)
                 shape = model.shapes.get(name)
-                # Params that are never trained are optional; `look_at` compares them.
+                # Untrained params are optional; `look_at` compares them.
                 if shape is not None and name not in model.trained:
                     continue
             what = f"param {name!r}"
             _check_plain(value, engine=self._engine, method="params", what=what, model=model)
-            # A flat tensor of the right length will do; another length becomes a finding.
+            # Flat tensors of the right length are accepted. Another length becomes a finding.
             fits = shape is not None and value.numel() == math.prod(shape)
             checked[name] = _reshaped(value, shape) if fits and value.shape != shape else value
         return checked
 
     def sizes(self, params: Mapping[str, Tensor]) -> None:
-        """Check before the first step that params have as many elements as the model's."""
+        """Check, before the first step, that params have as many elements as the model's."""
         shapes = {} if self.model is None else self.model.shapes
         for name, value in params.items():
             elems = math.prod(shapes.get(name, value.shape))
             if value.numel() != elems:
                 raise ProtocolError(
-                    f"expected `params` of {_type(self._engine)} to give whole params, got param "
-                    f"{name!r} with {value.numel()} elements in place of {elems} before the first "
+                    f"expected `params` of {_type(self._engine)} to return whole params, got param "
+                    f"{name!r} with {value.numel()} elements instead of {elems} before the first "
                     "step. Gather sharded params."
                 )
 
@@ -179,7 +180,7 @@ class Answers:
         if not isinstance(part.state, Mapping):
             wanted = f"a mapping of torch's keys to tensors as the state {of}"
             raise self._wrong("parts", wanted, part.state)
-        # By their names in messages.
+        # Keys appear in messages.
         tensors: dict[str, object] = {"master": part.master}
         tensors |= {f"state {key!r}": value for key, value in part.state.items()}
         if part.grad is not None:
@@ -187,7 +188,7 @@ class Answers:
         for what, value in tensors.items():
             if not isinstance(value, Tensor):
                 raise self._wrong("parts", f"a tensor as the {what} {of}", value)
-            # torch keeps 0-D counters such as `step` on the CPU, whatever the param's device.
+            # torch keeps 0-D counters such as `step` on the CPU, even for params on a GPU.
             is_counter = what.startswith("state ") and not value.dim()
             _check_plain(
                 value,
@@ -196,7 +197,7 @@ class Answers:
                 what=f"the {what} {of}",
                 model=None if is_counter else self.model,
             )
-        # The common case; a new record for each part of each step would cost time.
+        # The common case: a new record for each part in each step would cost time.
         if all(value.dim() < 2 for value in tensors.values() if isinstance(value, Tensor)):
             return part
         return OwnedPart(
@@ -235,7 +236,7 @@ class Answers:
         )
 
     def settings(self, answer: object) -> Settings:
-        """Return the settings that the engine steps with."""
+        """Return the optimizer settings."""
         if not isinstance(answer, Settings):
             raise self._wrong("settings", "zero_sim.targets.Settings", answer)
         params = answer.params
@@ -248,10 +249,10 @@ class Answers:
         return answer
 
     def _check_numbers(self, method: str, record: object, names: Sequence[str]) -> None:
-        """Check fields of a record that are numbers, or None."""
+        """Check that fields of a record are numbers or None."""
         for name in names:
             value, (types, words) = getattr(record, name), _NUMBERS[name]
-            # True is an int to Python, so a bool field takes bools only, and others none.
+            # bool is a subclass of int, so bool fields take bools only, and other fields no bool.
             is_bool = isinstance(value, bool)
             if value is None or (isinstance(value, types) and is_bool == (types is bool)):
                 continue
@@ -259,7 +260,7 @@ class Answers:
 
     def notes(self, answer: object) -> list[str]:
         """Return the engine's notes."""
-        # A string is iterable, too, but as one note per letter.
+        # Iterating a string would yield a note for each letter.
         notes = list(answer) if isinstance(answer, Iterable) else None
         if isinstance(answer, str) or notes is None or not all(isinstance(n, str) for n in notes):
             got = answer if isinstance(answer, str) or notes is None else notes
@@ -267,7 +268,7 @@ class Answers:
         return notes
 
     def bytes_by_name(self, answer: object) -> Mapping[str, Any]:
-        """Return the resident bytes of the engine."""
+        """Return the engine's resident bytes."""
         if not isinstance(answer, Mapping):
             raise self._wrong("held_bytes", "a mapping of names to numbers", answer)
         for name, value in answer.items():
@@ -278,9 +279,9 @@ class Answers:
         return answer
 
     def text(self, method: str, answer: object) -> str:
-        """Return the description of a stray element, "" for none."""
+        """Return the description of a stray element; "" if there is none."""
         if not isinstance(answer, str):
-            raise self._wrong(method, "text that says where, '' for nowhere", answer)
+            raise self._wrong(method, "text with the stray element's place, or ''", answer)
         return answer
 
     def saving(self, answer: object) -> Saving:
@@ -297,7 +298,7 @@ class Answers:
         return answer
 
     def output(self, output: object) -> Tensor:
-        """Return the output of a forward, which is one tensor for every model of a scenario."""
+        """Return the output of a forward, which is a single tensor in all models."""
         if not isinstance(output, Tensor):
             raise ProtocolError(
                 f"expected `module` of {_type(self._engine)} to return the bare model's output, a "
@@ -308,7 +309,7 @@ class Answers:
     def _check_name(self, method: str, name: str, *, model: Model) -> None:
         if name in model.known:
             return
-        # The longest known name at the end of this one is the likely param behind a prefix.
+        # A wrapper adds a prefix, so the longest known name that ends this name is likely meant.
         own = [each for each in sorted(model.known) if name.endswith(f".{each}")]
         hint = f"Try {max(own, key=len)!r}, without the wrapper's prefix." if own else ""
         names = ", ".join(repr(each) for each in sorted(model.known)[:6])
@@ -329,17 +330,17 @@ _NUMBERS: dict[str, tuple[Any, str]] = {
     "loss_scale": ((int, float), "a number"),
     "good_steps": ((int, float), "a number"),
 }
-"""Types of fields of `StepResult` and `Settings`, and their names in messages."""
+"""Field types of `StepResult` and `Settings`, and their names in messages."""
 
 
 def shown(value: object) -> str:
-    """Return a value for a message: its type, and the value itself if it is short."""
+    """Return a value's type for a message, with the value itself if it is short."""
     if value is None:
         return "None"
     if isinstance(value, Tensor):
         kind = type(value).__name__
         return f"{kind} of shape {tuple(value.shape)}, {value.dtype}, on {value.device}"
-    # A long value, or the repr of an object with an address, does not help in a message.
+    # Long values and memory addresses do not help in a message.
     text = repr(value)
     is_plain = isinstance(value, str | int | float | bool | tuple | list)
     return f"{text} ({_type(value)})" if is_plain and len(text) <= 60 else f"a {_type(value)}"
@@ -352,7 +353,7 @@ def _type(value: object) -> str:
 def _wrong(
     engine: object, method: str, wanted: str, got: object, *, hint: str = ""
 ) -> ProtocolError:
-    text = f"expected `{method}` of {_type(engine)} to give {wanted}, got {shown(got)}."
+    text = f"expected `{method}` of {_type(engine)} to return {wanted}, got {shown(got)}."
     return ProtocolError(f"{text} {hint}".rstrip())
 
 
@@ -361,10 +362,10 @@ def _check_plain(
 ) -> None:
     """Check that a tensor's elements can be compared on the reference's device."""
     hint = ""
-    # A DTensor; by its method, so that the class need not be imported.
+    # Recognize a DTensor by its method, so the class need not be imported.
     if hasattr(value, "full_tensor"):
         wanted = f"a plain tensor for {what}"
-        hint = "Try full_tensor() for all of it, or to_local() for what this rank has."
+        hint = "Try full_tensor() for the whole tensor, or to_local() for this rank's shard."
     elif value.layout != torch.strided:
         wanted, hint = f"a dense tensor for {what}", "Try to_dense()."
     elif value.device.type == "meta" or (model and value.device.type != model.device):
@@ -376,8 +377,8 @@ def _check_plain(
 
 
 def _reshaped(value: Tensor, shape: tuple[int, ...]) -> Tensor:
-    # `detach` drops the gradient, which is compared with `grads_in_params`. torch warns if `.grad`
-    # of a tensor that is no leaf is read.
+    # `detach` drops the gradient, which is compared with `grads_in_params`. Reading `.grad` of a
+    # non-leaf tensor makes torch warn.
     grad = value.grad if value.is_leaf else None
     shaped = value.detach().reshape(shape)
     if grad is not None:

@@ -1,14 +1,14 @@
 """The bare model of a rank, recorded before `build`: names, shapes and untrained params.
 
 [Note: params behind a wrapper]
-A wrapper adds parts to the names of params, at the front or within: `module.up.weight` and
+A wrapper adds components to param names, in front or in the middle: `module.up.weight` and
 `up._fsdp_wrapped_module.weight` are both `up.weight` of the bare model.
 
 [Note: params that are never trained]
-Their values must not change. But a system may replace their memory, and between two steps it may
-leave anything there: a shard, or the rest of a gather. So such a param is compared in three cases:
-`params` returns it; it still has its first memory; or the trained params that `params` returns are
-the module's own tensors, so no param is stored elsewhere for a while.
+Their values must not change. But a system may replace their memory, which may then contain anything
+between two steps, such as a shard or the remains of a gather. So an untrained param is compared
+only if `params` returns it, if it still has its first memory, or if the trained params from
+`params` are the module's own tensors. In this last case, the system stores params nowhere else.
 """
 
 from __future__ import annotations
@@ -24,46 +24,46 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.workloads import params_of
 
 _WIDE = (torch.float32, torch.float64)
-"""Dtypes that represent every value of a model's dtypes."""
+"""Dtypes that can represent every value of a model's dtypes."""
 
 
 def shapes_of(scenario: Scenario) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of all params of a case by name, in the order of the module.
+    """Return the shapes of a case's params by name, in module order.
 
-    Use it in a target's `refuses`, because no module is built yet, for example to refuse a param
-    whose rows `scenario.world.size` does not divide. A pure function of the case.
+    Use it in a target's `refuses`, which runs before any module is built: for example, to refuse
+    params whose rows are not divisible by `scenario.world.size`.
 
     Args:
-        scenario: The case. With `topology.tp`, `pp` or `ep`, ranks have parts of these params.
+        scenario: The case. With `topology.tp`, `pp` or `ep`, each rank has only parts of them.
     """
     return dict(params_of(scenario.model))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Untrained:
-    """A param that is never trained, as it was before the engine was built."""
+    """An untrained param before the engine was built."""
 
     values: Tensor
     """Copy of the values, in the param's shape."""
-    # Keeping a reference prevents the allocator from reusing the address for another tensor.
+    # This reference prevents the allocator from reusing the address for another tensor.
     place: Tensor
     """The param's own memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """The bare model of a rank, as it was before the engine was built."""
+    """The bare model of a rank before the engine was built."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """Shapes of all params, also of those that are never trained."""
+    """Shapes of all params by name, including untrained params."""
     trained: frozenset[str]
-    """Names of the params that are trained."""
+    """Names of trained params."""
     known: frozenset[str]
-    """Names of params of all ranks; with tp, pp or ep a rank has some of them."""
+    """Param names on all ranks; with tp, pp or ep, a rank has some of them."""
     device: str
-    """Type of the params' device, such as `cpu`."""
+    """Device type of the params, such as `cpu`."""
     untrained: Mapping[str, Untrained] = field(default_factory=dict)
-    """Params that are never trained, by name."""
+    """Untrained params by name."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """First name of each tied param, by its other names."""
 
@@ -73,7 +73,7 @@ def model_of(module: nn.Module, *, known: Iterable[str] = ()) -> Model:
 
     Args:
         module: The model of this rank.
-        known: Names of params of other ranks' models.
+        known: Param names in other ranks' models.
     """
     params = dict(module.named_parameters())
     first = {param: name for name, param in params.items()}
@@ -89,7 +89,7 @@ def model_of(module: nn.Module, *, known: Iterable[str] = ()) -> Model:
 
 
 def untrained_of(params: Mapping[str, nn.Parameter]) -> dict[str, Untrained]:
-    """Return the params of a bare model that are never trained; most models have none."""
+    """Return the untrained params of a bare model; most models have none."""
     return {
         name: Untrained(values=param.detach().clone(), place=param.detach())
         for name, param in params.items()
@@ -98,7 +98,7 @@ def untrained_of(params: Mapping[str, nn.Parameter]) -> dict[str, Untrained]:
 
 
 def names_like(held: Collection[str], name: str) -> list[str]:
-    """Return the names that may belong to a param of the bare model; its own alone if present.
+    """Return the names in `held` that may belong to a param, or only its own name if present.
 
     Args:
         held: Names in the engine's module.
@@ -112,31 +112,31 @@ def names_like(held: Collection[str], name: str) -> list[str]:
 
 
 def _contains(parts: Sequence[str], wanted: Sequence[str]) -> bool:
-    """Return True if a name has the parts of another in order, the last one last."""
-    # One iterator for all parts: `in` consumes it, which keeps their order.
+    """Return True if `parts` contains `wanted` in order and ends with the same component."""
+    # `in` consumes this shared iterator, so components are only found in order.
     rest = iter(parts)
     return parts[-1] == wanted[-1] and all(part in rest for part in wanted)
 
 
 class Seen(NamedTuple):
-    """A param that is never trained, with its values before and now."""
+    """An untrained param, with its values before and now."""
 
     name: str
     values: Tensor
-    """Values before, in the dtype of `now`."""
+    """Values before the engine was built, in the dtype of `now`."""
     now: Tensor | None
-    """None if it is not observed."""
+    """None if not observed."""
 
 
 def look_at(
     known: Mapping[str, Untrained], *, told: Mapping[str, Tensor], held: Mapping[str, Tensor]
 ) -> Iterator[Seen]:
-    """Yield params that are never trained, as they are now.
+    """Yield untrained params with their present values.
 
     Args:
-        known: Their values before.
+        known: Their values before the engine was built.
         told: Params that the engine returned, by their names in the bare model.
-        held: Params of its module, by their names there.
+        held: Params in the engine's module, by their names there.
     """
     # See [Note: params that are never trained].
     trained = {name: param for name, param in told.items() if name not in known}
@@ -157,7 +157,7 @@ def look_at(
 
 def _named(held: Mapping[str, Tensor], name: str) -> Tensor | None:
     alike = names_like(held, name)
-    # An ambiguous name belongs to no param.
+    # Ignore ambiguous names.
     return held[alike[0]] if len(alike) == 1 else None
 
 
@@ -166,23 +166,22 @@ def _lies_at(tensor: Tensor | None, place: Tensor) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return True if a tensor's memory has all its elements: no DTensor, no freed storage."""
-    # `detach` turns a Parameter into a Tensor; subclasses such as DTensor stay.
+    """Return True if a tensor has memory for all its elements: no DTensor, no freed storage."""
+    # `detach` turns a Parameter into a Tensor, but keeps subclasses such as DTensor.
     if type(tensor.detach()) is not Tensor or tensor.layout != torch.strided:
         return False
     if tensor.device.type == "meta":
         return False
     if not tensor.numel():
         return True
-    # A system may resize the storage of a param to 0 bytes, so compare its size with the last
-    # element's offset.
+    # A system may resize a param's storage to 0 bytes, so check that it covers the last element.
     reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     last = tensor.storage_offset() + reach + 1
     return last * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 def _is_whole(now: Tensor, values: Tensor) -> bool:
-    """Return True if a tensor has all elements, on the same device and without rounding."""
+    """Return True if a tensor has all elements, unrounded and on the same device."""
     return (
         is_plain(now)
         and now.numel() == values.numel()

@@ -1,4 +1,4 @@
-"""Costs that a target declares: bytes moved, calls, resident bytes and overlap, one by one."""
+"""Costs: bytes moved, calls, resident bytes and overlap that a target declares."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from zero_sim.targets.answers import shown
 from zero_sim.targets.protocol import CostedEngine, Target
 
 _OF_CALLS = ("volume", "calls", "in_flight")
-# Known libraries round up no further: Megatron-Core, for example, pads each param to 64 elements.
+# No known library rounds up further. For example, Megatron-Core pads each param to 64 elements.
 ALIGN_ELEMS = 128
 """Default of `Costs.align_elems`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostCase:
-    """Argument of a target's own closed forms: one rank and one step of one case.
+    """A rank and a step of a case: the argument of a target's own closed forms.
 
     Example:
         >>> from zero_sim.scenario.spec import ModelSpec
@@ -46,10 +46,10 @@ AtMost = Callable[[CostCase], int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """Costs of a step, checked against closed forms in the simulated world. None: not checked.
+    """Costs of a step. They are checked in the simulated world; None if not checked.
 
-    `"textbook"` stands for the closed forms of the project's own system at the same stage. A
-    control message is a call of a few numbers, such as a norm or a flag.
+    `"textbook"` stands for the closed forms of zero_sim's own system at the same stage. A control
+    message is a call of a few numbers, such as a norm or a flag.
 
     Example:
         >>> costs = Costs(volume="textbook", calls="told-buckets", control_calls=2)
@@ -58,48 +58,48 @@ class Costs:
     """
 
     volume: Literal["textbook"] | ByName | None = None
-    """Bytes that a rank contributes in a step, by dtype, such as `{"float32": 4096}`. A call counts
-    with the tensor that the rank passes in. For `broadcast` and `reduce` that is the whole tensor
-    on every rank, root or not. Control messages are not counted."""
+    """Bytes that a rank contributes in a step, by dtype, such as `{"float32": 4096}`. Each call
+    counts the rank's input tensor. For `broadcast` and `reduce` this is the whole tensor on every
+    rank, root or not. Control messages are not counted."""
     calls: Literal["textbook", "told-buckets", "told-buckets-at-most"] | None = None
     """Kind, group and elements of all calls besides control messages.
 
-    - `textbook`: those of the project's own system.
+    - `textbook`: as in zero_sim's own system.
     - `told-buckets`: one reduction for each bucket in `parts` (`reduced_by`, `call_elems`) and each
-      sum over ranks. If the target follows `system.bucket_elems`, buckets have about that size. If
+      sum over ranks. If the target follows `system.bucket_elems`, buckets have about this size. If
       parts have `gathered_by`, their buckets are gathered, and nothing else.
-    - `told-buckets-at-most`: the same, with `bucket_elems` as upper bound for buckets of several
-      params."""
+    - `told-buckets-at-most`: the same, but no bucket with several params exceeds
+      `bucket_elems`."""
     held: Literal["textbook"] | ByName | None = None
-    """Resident bytes, by the names that `held_bytes` of the engine returns; it must have that
-    method. A function returns the names it covers. Its names `whole gradients` and `whole params`
-    are upper bounds of `whole_bytes` at any moment of a step. `textbook` also checks `whole_bytes`,
-    if the engine has it."""
+    """Resident bytes, by the names in the engine's `held_bytes`, a method that it must have. A
+    function returns only the names it covers. Its names `whole gradients` and `whole params` bound
+    `whole_bytes` at any moment of a step. `textbook` also checks `whole_bytes` if the engine has
+    it."""
     in_flight: Literal["textbook"] | AtMost | None = None
-    """Times at which collectives are issued and waited for; or a function that returns the most
-    bytes issued and not yet waited for at any moment of a step."""
+    """Times at which collectives are issued and waited for (`textbook`), or a function that returns
+    the most bytes in flight at any moment of a step."""
     calls_in_flight: AtMost | None = None
-    """Least number of calls with `async_op` that are in flight together at some moment of a step,
-    as a function."""
+    """Function that returns how many calls with `async_op` must be in flight together at some
+    moment of a step."""
     control_calls: int | None = None
     """Most control messages of a rank in a step. None for any number."""
-    # Twice a micro-batch, in forward and in backward, is stage 3.
+    # Stage 3 gathers twice in a micro-batch, in forward and in backward.
     gathers: int | None = None
     """Most gathers of an element in a step. None for the most that any ZeRO stage needs: two for
-    each micro-batch, and one after the update. Below stage 3, for buckets with `gathered_by`, None
-    stands for 1."""
+    each micro-batch, and one after the update. Below stage 3, None stands for 1 if buckets have
+    `gathered_by`."""
     align_elems: int = ALIGN_ELEMS
-    """Most elements to which a param, and a rank's part of a bucket, is rounded up."""
+    """Largest alignment, in elements, of a param and of a rank's part of a bucket."""
 
     def __post_init__(self) -> None:
-        """Check words, numbers and types.
+        """Check values and types.
 
         Raises:
             UsageError: A field has a value that it cannot have.
         """
         for name, words in _WORDS.items():
             value = getattr(self, name)
-            # `calls` has words only: a function would have to predict kind and group of each call.
+            # `calls` takes no function: it would have to predict kind and group of each call.
             if value is None or value in words or (name != "calls" and callable(value)):
                 continue
             kinds = [*map(repr, words), *(["a function of a CostCase"] * (name != "calls")), "None"]
@@ -114,7 +114,7 @@ class Costs:
                 )
 
     def undeclared(self) -> Iterator[str]:
-        """Yield the costs that are not checked, in the words of the report."""
+        """Yield the costs that are not checked, as reports name them."""
         for name, words in _IN_WORDS.items():
             if getattr(self, name) is None:
                 yield words
@@ -136,16 +136,16 @@ _IN_WORDS = {
 }
 
 TEXTBOOK = Costs(volume="textbook", calls="textbook", held="textbook", in_flight="textbook")
-"""Costs of the project's own system."""
+"""Costs of zero_sim's own system."""
 
 
 def costs_of(target: Target, scenario: Scenario, *, engine: object = None) -> Costs:
     """Return the costs that a target declares for a case.
 
     Args:
-        target: A target whose `costs` are a `Costs`, or a function from the case to one.
-        scenario: The case, as the target gets it.
-        engine: The engine. If it has `held_bytes` and the target declares nothing, the costs are
+        target: The target, with `costs` or without.
+        scenario: The target's case.
+        engine: The engine. If it has `held_bytes` and the target has no `costs`, they are
             `TEXTBOOK`.
 
     Raises:
@@ -156,13 +156,13 @@ def costs_of(target: Target, scenario: Scenario, *, engine: object = None) -> Co
     if callable(declared):
         try:
             declared = declared(scenario)
-        # Code of the target's own may raise anything.
+        # The target's code may raise anything.
         except Exception as error:
             raise ProtocolError(
-                f"expected `costs` of target {target.name!r} to give the costs of a case, got "
+                f"expected `costs` of target {target.name!r} to return the costs of a case, got "
                 f"{type(error).__name__}: {error}."
             ) from error
-    # `held_bytes` declares the textbook, so that engines like ours need one method for all checks.
+    # So engines like ours only need `held_bytes` to get all checks.
     if declared is None:
         declared = TEXTBOOK if isinstance(engine, CostedEngine) else Costs()
     if not isinstance(declared, Costs):
@@ -170,13 +170,13 @@ def costs_of(target: Target, scenario: Scenario, *, engine: object = None) -> Co
             f"expected `costs` of target {target.name!r} to be zero_sim.targets.Costs or None, got "
             f"{shown(declared)}."
         )
-    # Only the engine can count resident bytes, because the simulated world logs calls.
+    # Only the engine can count resident bytes; the simulated world only logs calls.
     if declared.held is not None and engine is not None and not isinstance(engine, CostedEngine):
         raise ProtocolError(
-            f"expected held_bytes() of {type(engine).__name__}, whose target declares Costs.held, "
-            "got none. Add it, or remove `held` from the costs."
+            f"expected {type(engine).__name__} to have held_bytes(), because its target declares "
+            "Costs.held, got no such method. Add it, or remove `held` from the costs."
         )
-    # A forward may gather a param for each of its uses, which closed forms of calls do not count.
+    # A forward may gather a param at each use, which closed forms of calls do not count.
     if may_gather_again(scenario):
         uncounted: dict[str, Any] = {
             name: None for name in _OF_CALLS if getattr(declared, name) == "textbook"
@@ -205,12 +205,12 @@ def form_of(
     wanted = "an integer" if kind is int else "a mapping of names to integers"
     try:
         given: object = form(case)
-    # Code of the target's own may raise anything.
+    # The target's code may raise anything.
     except Exception as error:
         got = f"{type(error).__name__}: {error}"
-        raise ProtocolError(f"expected Costs.{name} to give {wanted}, got {got}.") from error
+        raise ProtocolError(f"expected Costs.{name} to return {wanted}, got {got}.") from error
     numbers = list(given.values()) if isinstance(given, Mapping) else [given]
     # Not isinstance, because True is an int to Python.
     if not isinstance(given, kind) or not all(type(number) is int for number in numbers):
-        raise ProtocolError(f"expected Costs.{name} to give {wanted}, got {shown(given)}.")
+        raise ProtocolError(f"expected Costs.{name} to return {wanted}, got {shown(given)}.")
     return given

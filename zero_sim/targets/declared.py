@@ -1,4 +1,4 @@
-"""Capabilities of a target: the settings that it supports.
+"""Capabilities: the settings that a target supports.
 
 Declarations are facts, never tolerances. A case outside the capabilities is refused before it runs.
 """
@@ -49,7 +49,7 @@ PLAIN_MODELS: tuple[ModelName, ...] = (
     "gpt",
     "multi-token",
 )
-"""Models whose params are all on every rank, and all used by every micro-batch."""
+"""Models with all params on every rank, each used in every micro-batch."""
 
 ADAMW_SETTINGS = ("optimizer.betas", "optimizer.eps", "optimizer.weight_decay")
 OPTIMIZER_SETTINGS = (
@@ -61,24 +61,24 @@ OPTIMIZER_SETTINGS = (
     "optimizer.groups",
     "optimizer.warmup_steps",
 )
-"""Fields that an engine follows if it uses a class of torch with the scenario's settings."""
+"""Fields that an engine follows if it passes the scenario's settings to a `torch.optim` class."""
 
 OWN_RULES = ("reference_step", "reference_optimizer")
-"""Attributes of a target that give the reference an update rule of the target's own."""
+"""Attributes with which a target gives the reference its own update rule."""
 
 UNKNOWN: Literal["unknown"] = "unknown"
-"""Entry of `Capabilities.orders` for an order that the judge does not know."""
+"""Entry in `Capabilities.orders` for an order that the judge does not know."""
 
 UPSTREAM = "scenarios/upstream has this case."
-"""End of a message that refuses a case because of a known divergence of a library."""
+"""End of a message that refuses a case because of a library's known divergence."""
 
 _FREE = ("optimizer.name", "optimizer.lr", "system.target", "system.stage", "system.options")
-"""Fields that need not be followed, or that another capability covers."""
+"""Fields that need not be followed, or that other capabilities cover."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """Settings that a target supports. The defaults are those of ten lines around AdamW.
+    """Settings that a target supports. The defaults suit a minimal AdamW wrapper.
 
     Example:
         A ZeRO-1 system in fp32 or bf16, which clips and accumulates micro-batches:
@@ -93,58 +93,57 @@ class Capabilities:
     """
 
     models: tuple[AnyModelName, ...] = PLAIN_MODELS
-    """Shipped models that the target can train. Those in its own `models` are added."""
+    """Shipped models that the target can train. Its own `models` are added."""
     empty_params: bool = True
     """True if a param may have no elements."""
     scalar_params: bool = True
     """True if a param may have no dimensions."""
     dtypes: tuple[DtypeName, ...] = ("fp32",)
     """Dtypes of the working params."""
-    # Sharded systems leave out 0, because there every rank must own all state.
+    # Sharded systems omit stage 0, in which every rank must own all state.
     stages: tuple[Literal[0, 1, 2, 3], ...] = (0, 1)
     """ZeRO stages: nothing is sharded (0), optimizer state (1), gradients too (2), params too (3).
     A sharded system declares `(1,)`."""
     optimizers: tuple[OptimizerName, ...] = ("adamw",)
-    """Optimizers of `torch.optim`, or `own` for an update rule of the target's own."""
+    """Optimizers from `torch.optim`, or `own` for the target's own update rule."""
     why_no_optimizer: tuple[tuple[OptimizerName, str], ...] = ()
-    """Pairs of an unsupported optimizer and the reason, which the refusal shows after a colon."""
-    # Positions matter only to orders such as a ring's, for which `parts` must report places.
+    """Pairs of an unsupported optimizer and the reason, which the refusal shows."""
+    # Orders such as a ring's depend on an element's position in the call.
     orders: tuple[OrderName | Literal["unknown"], ...] = POSITION_FREE
-    """Orders of addition. Those that depend on positions need places in `parts`. `("unknown",)` if
-    the target adds in its own order, for example with send and recv: each of its cases has
-    `world.order_known = false` and is judged by bounds."""
+    """Orders of addition. If an order depends on positions, `parts` must report places. Declare
+    `("unknown",)` if the target adds in its own order, for example with send and recv. Its cases
+    then have `world.order_known = false` and are judged by bounds."""
     world_size_max: int | None = None
     """Most data-parallel ranks. None for any number."""
     # Without `settle`, params may be in flight, so they are compared after the next forward.
     unsettled: bool = False
-    """True if a step may begin without `settle` after the step before. `settle` is then called
-    after every second step, and after the last one."""
-    # A list of what is supported and not of what is refused, so that a new field of a scenario is
-    # refused by targets that were written before it.
+    """True if a step may begin before `settle`. `settle` is then only called after every second
+    step, and after the last step."""
+    # Lists supported fields, not refused fields, so that older targets refuse new scenario fields.
     follows: tuple[str, ...] = ()
     """Paths of fields that the target obeys: any field of `system`, `optimizer` and `topology`;
     `run.micro_batches`, `run.own_micro_batches`; `model.tied`, `model.unused`, `model.skip`,
     `model.one_rank`, `model.freeze`, `model.recompute`, `model.distinct_start`; `reload`, in any
     form and into any layout that these capabilities allow; `reload.async_steps`. All other fields
-    must have their default, or the value in the numerics."""
+    must have their default, or the value that the numerics declare."""
     independent_of: tuple[str, ...] = ()
-    """Layout fields that change no bit in params and state, if they change no reduced gradient:
-    `world.size`, `system.stage`, `system.redundancy`, `system.bucket_elems`,
-    `system.partition`, `system.param_order`. Such a target can be judged in pairs of layouts. If
-    it also has no update rule for the reference, each drawn case has a second layout (`pair`)."""
+    """Layout fields that change no bit in params and state unless they change a reduced gradient:
+    `world.size`, `system.stage`, `system.redundancy`, `system.bucket_elems`, `system.partition`,
+    `system.param_order`. This target can be judged in pairs of layouts. If it has no update rule
+    for the reference, each drawn case also has a second layout (`pair`)."""
     only: tuple[tuple[str, tuple[object, ...]], ...] = ()
-    """Pairs of a path and the supported values of that field, if not all are: `("reload.form",
-    ("sharded",))`, `("reload.weights_only", (False,))`, `("system.redundancy", (1, 2))`. If
-    checkpoints have no buffers of the module: `("model.buffer", ("none", "rebuilt"))`."""
+    """Pairs of a field's path and its supported values, if some values are not supported:
+    `("reload.form", ("sharded",))`, `("reload.weights_only", (False,))`, `("system.redundancy", (1,
+    2))`. If checkpoints omit the module's buffers: `("model.buffer", ("none", "rebuilt"))`."""
 
     def __post_init__(self) -> None:
-        """Check each word, path and type.
+        """Check values, paths and types.
 
         Raises:
             UsageError: A field has a value that no scenario has.
         """
         for name, choices in _CAPABLE.items():
-            # Own models are valid, too, once they are registered in this process.
+            # Own models are valid too, once they are registered in this process.
             own = known_models() if name == "models" else ()
             check_words(f"Capabilities.{name}", getattr(self, name), (*choices, *own))
         check_words("Capabilities.follows", self.follows, followed())
@@ -167,7 +166,7 @@ class Capabilities:
 
     @property
     def known_orders(self) -> tuple[OrderName, ...]:
-        """Orders that the judge knows; empty if there is only the unknown one."""
+        """Orders that the judge knows; empty if the target only adds in an unknown order."""
         return tuple(order for order in self.orders if order != UNKNOWN)
 
     def problems(self, scenario: Scenario, *, numerics: Numerics) -> Iterator[Problem]:
@@ -192,7 +191,7 @@ class Capabilities:
         elif scenario.world.order_known:
             yield Problem(
                 path="world.order_known",
-                message="this target adds in an order of its own, got a known order.",
+                message="this target adds in its own order, got a known order.",
                 suggestion="Try false, or --order unknown.",
             )
         order = scenario.world.order
@@ -204,7 +203,7 @@ class Capabilities:
                 "NCCL multiplies by the reciprocal after the sum.",
                 suggestion="Try nccl-ring.",
             )
-        # `world.size` counts all ranks, of which each tp and pp index has its own group.
+        # `world.size` counts all ranks, but each tp and pp index has its own data-parallel group.
         if self.world_size_max is not None and scenario.world.size // parts > self.world_size_max:
             yield Problem(
                 path="world.size",
@@ -221,7 +220,7 @@ class Capabilities:
                     f"got {show(shape)}.",
                 )
         for path, values in self.only:
-            # A path may have several values, such as one for each param group.
+            # A path may have several values, for example in each param group.
             for at, value in values_at(scenario, path):
                 if value not in values:
                     yield from _one_of(at, value, values)
@@ -230,8 +229,8 @@ class Capabilities:
                 yield Problem(
                     path=f"pair.{name}",
                     message=f"expected a target whose state is independent of {path}.",
-                    suggestion="Remove it; or, if the state is, let the capabilities declare "
-                    f"independent_of=({path!r},).",
+                    suggestion="Remove it; or, if its state is independent, declare "
+                    f"Capabilities(independent_of=({path!r},)).",
                 )
         yield from self._unfollowed(scenario, numerics)
         yield from numerics.problems(scenario)
@@ -240,15 +239,15 @@ class Capabilities:
         for path, value, default in _options(scenario):
             if value == default or path in self.follows or path in _FREE:
                 continue
-            # A scenario may name the rule that the target implements anyway.
+            # A scenario may name the value that the target uses anyway.
             table, _, name = path.partition(".")
             if table == "system" and value == value_of(numerics, name):
                 continue
             yield Problem(
                 path=path,
                 message=f"this target does not follow it, got {show(value)}.",
-                suggestion="Leave it out; or, if the target does, let its capabilities declare "
-                f"follows=({path!r},).",
+                suggestion="Remove it; or, if the target follows it, declare "
+                f"Capabilities(follows=({path!r},)).",
             )
 
 
@@ -259,22 +258,22 @@ _CAPABLE: dict[str, tuple[object, ...]] = {
     "optimizers": get_args(OptimizerName),
     "orders": (*get_args(OrderName), UNKNOWN),
 }
-"""Words of each capability."""
+"""Allowed values of each capability."""
 
 
 def numerics_of(target: Target, scenario: Scenario) -> Numerics:
     """Return the arithmetic that a target declares for a case; the scenario's if it declares none.
 
     Args:
-        target: A target whose `numerics` are a `Numerics`, or a function from the case to one.
-        scenario: The case, as the target gets it.
+        target: The target, with `numerics` or without.
+        scenario: The target's case.
 
     Raises:
         ProtocolError: `numerics` is something else, or the function raises.
     """
     declared: object = getattr(target, "numerics", None)
     what = "numerics"
-    # A class in place of an instance is a mistake, and must not be called with the case.
+    # Do not call a class: declaring it in place of an instance is a mistake.
     if callable(declared) and not isinstance(declared, type):
         what = "numerics(scenario)"
         declared = _answered(
@@ -288,17 +287,17 @@ def numerics_of(target: Target, scenario: Scenario) -> Numerics:
 
 
 def capabilities_of(target: Target) -> Capabilities:
-    """Return the capabilities that a target declares; if none, those of ten lines around AdamW.
+    """Return the capabilities that a target declares; by default those of a minimal AdamW wrapper.
 
-    `capabilities = None` stands for everything that a scenario can contain. A target with its own
-    update rule uses optimizer `own`, unless its capabilities name others. The target's own models
-    are registered in this process, so that they can be built by name.
+    `capabilities = None` stands for every setting of a scenario. If a target has its own update
+    rule, its optimizer is `own` unless its capabilities name others. The target's own models are
+    registered in this process, so that they can be built by name.
 
     Raises:
         ProtocolError: `capabilities` is something else, or has optimizer `own` without a rule.
     """
     has_rule = has_own_rule(target)
-    # `_PLAIN` if the attribute is missing; None is a declaration.
+    # A missing attribute means `_PLAIN`, but None is a declaration.
     declared: object = getattr(target, "capabilities", _PLAIN)
     own = own_models_of(target)
     if declared is None:
@@ -308,14 +307,14 @@ def capabilities_of(target: Target) -> Capabilities:
         raise _misdeclared(
             target, "capabilities", "zero_sim.targets.Capabilities or None", declared
         )
-    # The default optimizers: nothing was declared, so the own rule is the only one.
+    # With the default optimizers nothing was declared, so the own rule is the only optimizer.
     if has_rule and declared.optimizers == _PLAIN.optimizers:
         declared = replace(declared, optimizers=("own",))
-    # Without a rule, `own` can only be judged in pairs of layouts.
+    # Without an update rule, `own` can only be judged in pairs of layouts.
     if not has_rule and "own" in declared.optimizers and not declared.independent_of:
         raise ProtocolError(
-            f"expected {' or '.join(OWN_RULES)} of target {target.name!r}, whose capabilities "
-            "declare optimizer 'own', got neither. Add it, or declare independent_of."
+            f"expected target {target.name!r} to have {' or '.join(OWN_RULES)}, because its "
+            "capabilities declare optimizer 'own', got neither. Add it, or declare independent_of."
         )
     new = tuple(name for name in own if name not in declared.models)
     return replace(declared, models=(*declared.models, *new)) if new else declared
@@ -330,8 +329,8 @@ def reduce_ops_of(target: Target, scenario: Scenario) -> tuple[str, ...]:
     """Return the names of reduce operations besides SUM that a target uses in a case.
 
     Args:
-        target: A target, whose `reduce_ops`, if any, is a function of the case.
-        scenario: The case, as the target gets it.
+        target: The target, with `reduce_ops` or without.
+        scenario: The target's case.
 
     Raises:
         ProtocolError: The function raises, or returns something else.
@@ -342,7 +341,7 @@ def reduce_ops_of(target: Target, scenario: Scenario) -> tuple[str, ...]:
     told = _answered(target, "reduce_ops", own, scenario, wanted="name operations")
     if not isinstance(told, tuple) or not all(hasattr(ReduceOp, str(each)) for each in told):
         raise ProtocolError(
-            f"expected `reduce_ops` of target {target.name!r} to give a tuple of names of "
+            f"expected `reduce_ops` of target {target.name!r} to return a tuple of names of "
             f"torch.distributed.ReduceOp, got {shown(told)}. Try ('AVG',)."
         )
     return told
@@ -356,10 +355,10 @@ def _answered(
     *,
     wanted: str,
 ) -> object:
-    """Return the result of a target's own function of a case."""
+    """Return the result of a target's function of the case."""
     try:
         return own(scenario)
-    # Code of the target may raise anything.
+    # The target's code may raise anything.
     except Exception as error:
         raise ProtocolError(
             f"expected `{name}` of target {target.name!r} to {wanted}, got "
@@ -368,7 +367,7 @@ def _answered(
 
 
 def _as_problems(reported: object) -> object:
-    """Return a target's refusals as problems, also those that are strings; others unchanged."""
+    """Return refusals as problems, converting strings; anything else unchanged."""
     if isinstance(reported, str):
         reported = (reported,)
     if not isinstance(reported, Iterable):
@@ -395,17 +394,17 @@ def _misdeclared(target: Target, name: str, wanted: str, got: object) -> Protoco
 def refusals(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
     """Return all reasons why a case cannot run on a target; empty if it can.
 
-    A case with a reload is checked twice: as it begins, and as it goes on after the checkpoint.
+    If a case reloads, it is also checked with the world and layout after the checkpoint.
     """
     found = _refusals_of_one(target, scenario)
-    # The other layout of a pair runs first, so it has to be supported as well.
+    # The pair's other layout runs first, so it must be supported too.
     if scenario.pair is not None:
         other = _refusals_of_one(target, other_layout(scenario))
         placed = (placed_in_pair(problem, scenario) for problem in other)
         return (*found, *(each for each in placed if not found))
     if scenario.reload is None:
         return found
-    # World and layout after the checkpoint may differ, and are checked as a case of their own.
+    # World and layout may differ after the checkpoint, so check them as a separate case.
     after = replace(after_reload(scenario), reload=None)
     later = (
         placed_in_reload(problem, scenario.reload) for problem in _refusals_of_one(target, after)
@@ -421,7 +420,9 @@ def check_asked(target: Target, scenario: Scenario) -> None:
     """
     problems = refusals(target, scenario)
     if problems:
-        raise ScenarioError(f"{scenario.name}: target {target.name!r} cannot be asked", problems)
+        raise ScenarioError(
+            f"{scenario.name}: target {target.name!r} cannot run this case", problems
+        )
 
 
 def _refusals_of_one(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
@@ -444,7 +445,7 @@ def _own_refusals(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
     own = getattr(target, "refuses", None)
     if own is None:
         return ()
-    # A generator runs within `_answered`, where its errors are explained.
+    # Generators must run within `_answered`, where their errors are explained.
     asked = "return reasons why a case cannot run"
     reported = _answered(
         target, "refuses", lambda case: _as_problems(own(case)), scenario, wanted=asked
@@ -452,8 +453,8 @@ def _own_refusals(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
     if not isinstance(reported, tuple) or not all(isinstance(each, Problem) for each in reported):
         wanted = "strings or zero_sim.errors.Problem"
         raise ProtocolError(
-            f"expected `refuses` of target {target.name!r} to give an iterable of {wanted}, empty "
-            f"for nothing, got {shown(reported)}."
+            f"expected `refuses` of target {target.name!r} to return an iterable of {wanted}, got "
+            f"{shown(reported)}. Return () to accept the case."
         )
     return reported
 
@@ -471,7 +472,7 @@ def _one_of(
 
 
 def _options(scenario: Scenario) -> Iterator[tuple[str, object, object]]:
-    """Yield path, value and default of every field that a target must follow."""
+    """Yield path, value and default of each field that a target may need to follow."""
     tables = (
         ("system", scenario.system, SystemSpec()),
         ("optimizer", scenario.optimizer, OptimizerSpec()),
@@ -481,7 +482,7 @@ def _options(scenario: Scenario) -> Iterator[tuple[str, object, object]]:
         for field in dataclasses.fields(record):
             path = f"{table}.{field.name}"
             yield path, getattr(record, field.name), getattr(default, field.name)
-    # Fields of other tables that need support by the engine.
+    # Fields of other tables that the engine must support.
     yield "run.micro_batches", scenario.run.micro_batches, 1
     yield "run.own_micro_batches", scenario.run.own_micro_batches, ()
     for name in ("tied", "unused", "skip", "one_rank", "freeze"):
@@ -494,8 +495,8 @@ def _options(scenario: Scenario) -> Iterator[tuple[str, object, object]]:
 
 _NO_RULE = Problem(
     path="pair",
-    message=f"the reference has no update rule of this target, {' or '.join(OWN_RULES)}, so it can "
-    "only compare two layouts, got one.",
+    message=f"this target gives the reference no update rule ({' or '.join(OWN_RULES)}), so "
+    "expected two layouts to compare, got one.",
     suggestion="Try [pair] with stage or world_size.",
 )
 _PLAIN = Capabilities()
@@ -508,5 +509,5 @@ EVERYTHING = Capabilities(
     follows=followed(),
     independent_of=tuple(PAIRED.values()),
 )
-"""Everything that a scenario can contain, for a target without its own update rule."""
+"""Every setting of a scenario, for a target without its own update rule."""
 _EVERYTHING_AND_OWN = replace(EVERYTHING, optimizers=get_args(OptimizerName))

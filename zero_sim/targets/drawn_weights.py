@@ -1,9 +1,9 @@
 """Targets that draw their own start values, for example by an init after `to("meta")`.
 
-A target with `draws_weights = True` overwrites the trained params of the module in `build`. Buffers
-and params that are never trained stay as they are. The reference begins with the values that
-`params` reports before the first step, because draws of a sharded tensor may depend on the number
-of ranks. `zero_sim.judge.drawn` compares the draws of ranks and of params with each other.
+If a target has `draws_weights = True`, its `build` overwrites the module's trained params, but not
+its buffers and untrained params. The reference begins with the values that `params` reports before
+the first step, because draws of sharded tensors may depend on the number of ranks.
+`zero_sim.judge.drawn` compares the draws between ranks and between params.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def draws_weights(target: Target) -> bool:
 
 
 def drawn_problems(scenario: Scenario) -> Iterator[Problem]:
-    """Yield the fields of a case that need its own start values."""
-    # Exact models budget their sums, and fp8 params their scales, from the case's own start values.
+    """Yield the fields of a case that need the case's own start values."""
+    # Exact models stay within a budget computed from the case's start values, and fp8 params take
+    # their scales from them.
     needs = (
         ("model.name", scenario.model.name in (*EXACT_MODELS, "fp8"), "a model"),
         ("model.distinct_start", scenario.model.distinct_start, "ranks that begin apart"),

@@ -1,4 +1,4 @@
-"""Resident memory of the project's own system, found by following its references."""
+"""Resident memory of zero_sim's own system, found by following its references."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _WITHIN_STEP = ("whole_gradients", "gathered")
 def held_bytes(
     ddp: DistributedDataParallel, optimizer: DistributedOptimizer, *, arena: Arena | None = None
 ) -> Mapping[str, int]:
-    """Return the bytes of all memory that an engine reaches, each storage once, by purpose.
+    """Return the bytes of all memory that an engine can reach, by purpose.
 
-    The module's own tensors and scalars do not count.
+    Each storage counts once. The module's own tensors and scalars do not count.
 
     Args:
         ddp: The module and its buffers.
         optimizer: Their masters and state.
         arena: Memory of whole gradients, if the system has an arena.
     """
-    # Memory without a name counts as `other`, so memory that a later change keeps alive is found
-    # without a change here.
+    # Unnamed memory counts as `other`. If a later change keeps memory alive, it appears there.
     named: dict[int, str] = {}
     for name, memory in memory_of(ddp, optimizer, arena=arena):
         # At stage 0 a param is in the module's own memory, which does not count.
         if name not in _WITHIN_STEP and not isinstance(memory, nn.Parameter):
             named.setdefault(_address(memory), name if name in _LASTING else "state")
     own = {_address(tensor) for tensor in ddp.module.buffers()}
-    # Between two uses, a sharded param is a placeholder of one element. A larger one counts, since
-    # it was not resharded.
+    # A sharded param that is not in use is a placeholder of one element. If it is larger, it
+    # counts,
+    # because it was not resharded.
     freed = {param for each in ddp.buffers if each.sharding.params for param in each.memory}
     own |= {
         _address(param)
@@ -48,7 +48,7 @@ def held_bytes(
         if param not in freed or param.untyped_storage().nbytes() <= param.element_size()
     }
     held = dict.fromkeys((*_LASTING, "state", "other"), 0)
-    # Addresses of storages: views of one storage count once.
+    # Storage addresses, because views share a storage.
     seen: set[int] = set()
     for tensor, storage in _tensors([ddp, optimizer]):
         address = storage.data_ptr()
@@ -59,7 +59,7 @@ def held_bytes(
         if name is None and (is_scalar or address in own):
             continue
         seen.add(address)
-        # Counters are 0D and do not grow with the model.
+        # Counters are 0-D and do not grow with the model.
         if not (is_scalar and name == "state"):
             held[name or "other"] += storage.nbytes()
     return held
@@ -68,16 +68,16 @@ def held_bytes(
 def memory_of(
     ddp: DistributedDataParallel, optimizer: DistributedOptimizer, *, arena: Arena | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield all memory that has a name and exists now.
+    """Yield all named memory that exists now.
 
     Args:
         ddp: The module and its buffers.
         optimizer: Their masters and state.
-        arena: As in `held_bytes`.
+        arena: As for `held_bytes`.
 
     Returns:
-        Lasting memory: `gradients`, `sums` of them, `params`, `masters`, states under torch's
-        names, and the `arena`. Temporary memory of stages 2 and 3: `whole_gradients` and `gathered`
+        Lasting memory: `gradients`, their `sums`, `params`, `masters`, states under torch's names,
+        and the `arena`. Temporary memory in stages 2 and 3: `whole_gradients` and `gathered`
         params.
     """
     for buffer in ddp.buffers:
@@ -92,7 +92,7 @@ def memory_of(
             whole = unit.grad_storage.whole if unit.frees_grads else None
             if whole is not None:
                 yield "whole_gradients", whole
-            # Without a storage of its own, a unit's params lie in the module's memory.
+            # A unit without its own storage has its params in the module's memory.
             if unit.param_storage is None:
                 yield from (("params", member.param) for member in unit.members)
             elif unit.frees_params and unit.params is not None:
@@ -102,7 +102,7 @@ def memory_of(
     for grad_unit in units:
         if grad_unit.storage.whole is not None:
             yield "whole_gradients", grad_unit.storage.whole
-        # Gradients that do not stay are in `.grad` until they are copied into a reduce buffer.
+        # Other gradients are in `.grad` until they are copied into a reduce buffer.
         for param in () if grad_unit.grads_stay else grad_unit.params:
             if param.grad is not None:
                 yield "whole_gradients", param.grad
@@ -118,17 +118,16 @@ def memory_of(
 def whole_bytes(
     ddp: DistributedDataParallel, *, arena: Arena | None = None
 ) -> Iterator[tuple[str, str, int]]:
-    """Return the unsharded memory of units that the stage shards.
+    """Return the unsharded memory of sharded units.
 
     Args:
         ddp: The module and its buffers.
-        arena: As in `held_bytes`.
+        arena: As for `held_bytes`.
 
     Returns:
-        Tuples as of `PeakEngine.whole_bytes`.
+        Tuples as in `PeakEngine.whole_bytes`.
     """
-    # Measure the memory of storages, params and gradients: the state that a unit records may be
-    # wrong.
+    # Measure storages, params and gradients, because a unit's recorded state may be wrong.
     units, shared = _reduce_buffers(ddp)
     for grad_unit in units:
         held: list[object] = list(vars(grad_unit.storage).values())
@@ -150,14 +149,14 @@ def whole_bytes(
                 if arena is None:
                     yield "gradients", name, _bytes_of(grads)
                 else:
-                    # All gradients in the arena share its storage, so measure their ranges.
+                    # Gradients in the arena share its storage, so measure their ranges.
                     inside = _within(arena, grads)
                     outside = _bytes_of(g for g in grads if not _is_in(arena, g))
                     yield "gradients", name, inside + outside
                     yield "gradients outside the arena", name, outside
             if unit.frees_params:
                 assert unit.param_storage is not None
-                # A placeholder of one element stands for a sharded param.
+                # A sharded param is a placeholder of one element.
                 there = [param for param in params if not _is_placeholder(param)]
                 yield "params", name, _bytes_of([*there, *vars(unit.param_storage).values()])
 
@@ -165,7 +164,7 @@ def whole_bytes(
 def _reduce_buffers(
     ddp: DistributedDataParallel,
 ) -> tuple[Sequence[GradUnit], Sequence[Tensor]]:
-    """Return the grad units of an engine and the memory that they share; empty if it has none."""
+    """Return an engine's grad units and their shared memory; empty if it has none."""
     schedule = ddp.grad_schedule
     if not isinstance(schedule, BufferedGrads):
         return (), ()
@@ -177,8 +176,8 @@ def _is_in(arena: Arena, item: object) -> bool:
 
 
 def _within(arena: Arena, items: Iterable[object]) -> int:
-    """Return the bytes of an arena that tensors in it cover, each once."""
-    # Sorted by start, so one pass merges ranges that overlap.
+    """Return how many bytes of an arena its tensors cover."""
+    # Sorted by start, so a single pass merges overlapping ranges.
     ends = sorted(
         (item.data_ptr(), item.data_ptr() + item.nbytes)
         for item in items
@@ -196,7 +195,7 @@ def _is_placeholder(param: Tensor) -> bool:
 
 
 def _bytes_of(items: Iterable[object]) -> int:
-    """Return the bytes of all storages of the items that are tensors, each once."""
+    """Return the bytes in the storages of all tensors among the items, each storage once."""
     found: dict[int, int] = {}
     for item in items:
         # Most items are None, and `isinstance` with Tensor is slow.
@@ -211,8 +210,8 @@ def _address(tensor: Tensor) -> int:
 
 
 def _tensors(roots: list[object]) -> Iterator[tuple[Tensor, UntypedStorage]]:
-    """Yield every tensor that can be reached without going through the module or torch itself."""
-    # A stack in place of recursion, because references can be deep. `seen` also ends cycles.
+    """Yield all tensors that can be reached, except through the module or torch objects."""
+    # A stack, because references may be too deep for recursion. `seen` also breaks cycles.
     pending, seen = list(roots), set[int]()
     while pending:
         item = pending.pop()
@@ -230,8 +229,8 @@ def _tensors(roots: list[object]) -> Iterator[tuple[Tensor, UntypedStorage]]:
 
 @cache
 def _members_of(cls: type) -> Callable[[Any], Iterable[object]] | None:
-    """Return a function from an object of a class to its references; None if none is followed."""
-    # Cached by class: most objects are numbers and names, many thousands of them.
+    """Return a function from a class's object to its references; None if they are not followed."""
+    # Cached by class, because there are many thousands of objects, mostly numbers and names.
     members: Callable[[Any], Iterable[object]] | None = None
     if issubclass(cls, nn.Module):
         return None
@@ -245,7 +244,7 @@ def _members_of(cls: type) -> Callable[[Any], Iterable[object]] | None:
         members = _of_optimizer
     elif issubclass(cls, partial):
         members = _arguments
-    # Also a class elsewhere that derives from ours, such as a combined unit in `targets.own`.
+    # Includes derived classes outside `zero_sim.zero`, such as combined units in `targets.own`.
     elif any(base.__module__.startswith(_OWN_MODULES) for base in cls.__mro__):
         slots = tuple(slot for base in cls.__mro__ for slot in getattr(base, "__slots__", ()))
         members = partial(_attributes, slots)

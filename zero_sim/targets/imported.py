@@ -1,7 +1,7 @@
 """Import of a user's target, with checks of its form.
 
-Anything that its code raises here is a mistake in it, and is reported with the frames of that code.
-Nothing has been judged yet.
+If the user's code raises here, the error report shows the frames of this code. Nothing has been
+judged yet.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ def load_target(name: str) -> Target:
     """Import a target, which runs its module's code.
 
     Args:
-        name: `module:name`: a module, also in the current folder, and the name of a target in it:
-            an object, or a class that takes no arguments.
+        name: `module:name`. The module may be in the current folder. The name is a target object in
+            it, or a class that takes no arguments.
 
     Raises:
-        UsageError: The module or the name does not exist, its code raises, or the object is no
-            target.
+        UsageError: The module or name does not exist, its code raises, or the object is no target.
     """
     said = f"--target {name}"
     module = import_module(name, said=said, form="--target module:name")
@@ -47,10 +46,10 @@ def load_target(name: str) -> Target:
 
 
 def import_module(name: str, *, said: str, form: str) -> ModuleType:
-    """Import the module of a `module:name`, which runs its code.
+    """Import the module in `module:name`, which runs its code.
 
     Args:
-        name: The `module:name`; the module may be in the current folder.
+        name: `module:name`; the module may be in the current folder.
         said: The user's option, such as `--target module:name`.
         form: The expected form of the option.
 
@@ -58,7 +57,7 @@ def import_module(name: str, *, said: str, form: str) -> ModuleType:
         UsageError: The module does not exist, or its code raises.
     """
     module_name = name.partition(":")[0]
-    # A console script has its own folder in the path, not the current one.
+    # The path of a console script contains the script's folder, but not the current folder.
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -69,13 +68,13 @@ def import_module(name: str, *, said: str, form: str) -> ModuleType:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # Another module is missing, which this one imports.
+                raise  # The module exists, but imports a missing module.
             raise _WithoutFrames(
                 f"expected an importable module before the colon, got {said}. Run in its folder, "
                 "or install it."
             ) from None
         except ValueError:
-            # importlib raises it for an empty name; any other comes from the module's code.
+            # importlib raises ValueError for an empty name; otherwise the module's code raised it.
             if module_name:
                 raise
             raise _WithoutFrames(f"expected {form}, got {name!r}.") from None
@@ -83,25 +82,25 @@ def import_module(name: str, *, said: str, form: str) -> ModuleType:
 
 
 def attribute_of(module: ModuleType, name: str, *, said: str) -> Any:
-    """Return an attribute of a module; used within `theirs`, because it may run code.
+    """Return a module's attribute. Call it within `theirs`, because it may run code.
 
     Args:
-        module: The module of a `module:name`.
+        module: The module in `module:name`.
         name: The name in it.
         said: As for `import_module`.
 
     Raises:
-        UsageError: The module lacks the name. The message has the nearest one.
+        UsageError: The module lacks the name. The message contains the nearest name.
     """
     found = getattr(module, name, _ABSENT)
     if found is not _ABSENT:
         return found
-    # Public names only, because private ones are hardly targets.
+    # Private names are hardly targets.
     near = did_you_mean(name, (each for each in vars(module) if not each.startswith("_")))
     where = getattr(module, "__file__", None) or "no file"
     raise _WithoutFrames(
-        f"expected module {module.__name__!r} to have the name {name!r} of {said}, got none such "
-        f"in {where}.{near}"
+        f"expected module {module.__name__!r} to have the name {name!r} of {said}, got no such "
+        f"name in {where}.{near}"
     )
 
 
@@ -110,12 +109,12 @@ def check_target(target: Any, *, of: str) -> Target:
 
     Args:
         target: Any object.
-        of: Its origin, for the error, such as `--target module:name`.
+        of: Origin of the object for messages, such as `--target module:name`.
 
     Raises:
         UsageError: `name` or `build` is missing, or `build` takes other arguments.
     """
-    # Properties of the target are its own code, too.
+    # Properties run the target's code, too.
     with theirs(f"the attributes of {of} to be read"):
         build, has_name = getattr(target, "build", None), hasattr(target, "name")
     if build is None or not has_name:
@@ -128,8 +127,8 @@ def check_target(target: Any, *, of: str) -> Target:
     try:
         signature = inspect.signature(build)
     except (TypeError, ValueError):
-        return target  # Not written in Python, so a call will show if it fits.
-    # Bind here, so that a wrong signature is reported before any rank starts.
+        return target  # Not written in Python. A wrong call raises later.
+    # Bind here to report a wrong signature before any rank starts.
     try:
         signature.bind(object(), scenario=object(), group=object())
     except TypeError as error:
@@ -141,22 +140,21 @@ def check_target(target: Any, *, of: str) -> Target:
 
 
 class _WithoutFrames(UsageError):
-    """An error without frames, because no code of the user's raised it."""
+    """An error that the user's code did not raise, so it has no frames to show."""
 
 
 @contextlib.contextmanager
 def theirs(expected: str) -> Iterator[None]:
-    """Turn anything that the user's code raises into an error about it.
+    """Turn anything that the user's code raises into a UsageError.
 
     Args:
-        expected: The purpose of running the code, for the message.
+        expected: Expected result of the code, for the message.
 
     Raises:
-        UsageError: The code raised anything, including SystemExit and a KeyboardInterrupt of its
-            own.
+        UsageError: The code raised anything, including SystemExit or its own KeyboardInterrupt.
         KeyboardInterrupt: A signal such as Ctrl-C arrived.
     """
-    # The count of signals distinguishes Ctrl-C from a KeyboardInterrupt that the code raised.
+    # The signal count distinguishes Ctrl-C from a KeyboardInterrupt raised by the code.
     before = heard_count()
     try:
         with listening(interrupt):

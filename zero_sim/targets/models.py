@@ -1,4 +1,4 @@
-"""Models of a target's own: `Target.models`, named `own:NAME` in scenarios."""
+"""A target's own models: `Target.models`, named `own:NAME` in scenarios."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def own_models_of(target: Target) -> tuple[OwnModelName, ...]:
     models: dict[OwnModelName, OwnModel] = {}
     for key, model in declared.items():
         name = f"own:{key}"
-        # The name goes into TOML, file names and commands, so its letters are limited.
+        # The name appears in TOML, file names and commands, so few characters are allowed.
         if not isinstance(model, OwnModel) or not is_own_model(name):
             raise _misdeclared(target, f"{key!r}: {shown(model)}")
         models[name] = model
@@ -42,10 +42,10 @@ def _misdeclared(target: Target, got: str) -> ProtocolError:
 
 
 def unknown_own_model(name: OwnModelName, models: Sequence[str]) -> Problem:
-    """Return the problem of a case whose model is another target's own."""
+    """Return the problem of a case whose model belongs to another target."""
     own = ", ".join(filter(is_own_model, models)) or "none"
     return Problem(
         path="model.name",
-        message=f"expected a model in the `models` of this target, got {name!r}; it has {own}.",
+        message=f"expected a model in this target's `models` ({own}), got {name!r}.",
         suggestion="Name the target that has it: --target module:name.",
     )

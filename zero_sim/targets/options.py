@@ -1,7 +1,7 @@
-"""Options of a target's own: settings of its library that have no field in a scenario.
+"""Options: settings of a target's library that scenarios have no field for.
 
-A case stores them as text, by name, so it can be read, compared and shrunk without the library. The
-target declares the values of each.
+A case stores options as text, by name, so it can be read, compared and shrunk without the library.
+The target declares their values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OptionValue = bool | int | float | str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """One option: its default, and the values of drawn cases.
+    """An option's default, and its values in drawn cases.
 
     Example:
         >>> Option(default=25.0, values=(0.001, 1e-5)).default
@@ -32,16 +32,16 @@ class Option:
     """
 
     default: OptionValue
-    """Value of a case that does not set the option. All values have its type."""
+    """Value if a case does not set the option. All values have this type."""
     values: object = ()
-    """Values of drawn cases: a tuple, or a Hypothesis strategy. A text option accepts only the
-    default and the values of a tuple."""
+    """Values in drawn cases: a tuple, or a Hypothesis strategy. If a text option has a tuple, it
+    accepts no values besides these and the default."""
     fits: Callable[[Scenario], str] | None = None
-    """Function that returns the reason why a case cannot have the option, "" if it can."""
+    """Function that returns the reason why a case cannot set the option; "" if it can."""
 
     def __post_init__(self) -> None:
         """Check the type of the default."""
-        # Not isinstance: a subclass such as numpy's float64 has no parser.
+        # Not isinstance, because subclasses such as numpy's float64 have no parser.
         if type(self.default) not in _PARSE:
             raise UsageError(
                 "expected the default of an option to be true or false, a number or text, got "
@@ -70,14 +70,14 @@ def options_of(target: Target) -> Mapping[str, Option]:
 
 
 def chosen_options(target: Target, scenario: Scenario) -> dict[str, OptionValue]:
-    """Return the value of every option of a target in a case: the case's own, or the default.
+    """Return the values of all options of a target in a case, set or default.
 
     Args:
         target: The target that declares the options.
         scenario: A case that the target does not refuse.
     """
     said = {option.name: option.value for option in scenario.system.options}
-    # Every option, so that targets need no defaults of their own.
+    # Includes defaults, so targets need not repeat them.
     return {
         name: parse(said[name], like=option.default) if name in said else option.default
         for name, option in options_of(target).items()
@@ -85,11 +85,11 @@ def chosen_options(target: Target, scenario: Scenario) -> dict[str, OptionValue]
 
 
 def option_problems(target: Target, scenario: Scenario) -> Iterator[Problem]:
-    """Yield a problem for each option of a case that a target lacks or cannot set.
+    """Yield a problem for each option in a case that a target lacks or cannot set.
 
     Args:
         target: The target that declares the options.
-        scenario: Sets some of them.
+        scenario: The case that sets them.
     """
     known, seen = options_of(target), set[str]()
     for index, said in enumerate(scenario.system.options):
@@ -101,13 +101,13 @@ def option_problems(target: Target, scenario: Scenario) -> Iterator[Problem]:
             yield Problem(
                 path=f"{path}.name",
                 message=f"expected an option of this target ({have}), got {said.name!r}.",
-                suggestion=f"Try {near[0]!r}." if near else "Leave it out.",
+                suggestion=f"Try {near[0]!r}." if near else "Remove it.",
             )
             continue
-        # A case is a list, in which a name may occur twice; the last value would win silently.
+        # A case lists options, so a name may occur twice, and its last value would silently win.
         if said.name in seen:
             message = f"expected each option once, got {said.name!r} again."
-            yield Problem(path=f"{path}.name", message=message, suggestion="Leave one out.")
+            yield Problem(path=f"{path}.name", message=message, suggestion="Remove one.")
         seen.add(said.name)
         try:
             value = value_for(option, said.value)
@@ -120,12 +120,12 @@ def option_problems(target: Target, scenario: Scenario) -> Iterator[Problem]:
             yield Problem(
                 path=path,
                 message=f"expected a case that can have option {said.name!r}, got one with {why}.",
-                suggestion="Leave it out.",
+                suggestion="Remove it.",
             )
 
 
 def check_said(target: Target, said: Mapping[str, str]) -> None:
-    """Check that a target has options of these names and accepts their values.
+    """Check that a target has these options and accepts their values.
 
     Args:
         target: The target that declares the options.
@@ -134,13 +134,14 @@ def check_said(target: Target, said: Mapping[str, str]) -> None:
     Raises:
         UsageError: An option is unknown, or its value is.
     """
-    # Before any case is drawn, so a wrong --option is one error and not one for each case.
+    # Called before any case is drawn, so a wrong --option is a single error, not one for each case.
     known = options_of(target)
     for name, text in said.items():
         if name not in known:
             have = ", ".join(known) or "none"
             raise UsageError(
-                f"expected --option to name one of target {target.name!r} ({have}), got {name!r}."
+                f"expected --option to name an option of target {target.name!r} ({have}), got "
+                f"{name!r}."
             )
         try:
             value_for(known[name], text)
@@ -152,13 +153,13 @@ def parse(text: str, *, like: OptionValue) -> OptionValue:
     """Parse a value.
 
     Args:
-        text: Text of the value in a case, such as `true`.
+        text: The value in a case, such as `true`.
         like: A value of the wanted type.
 
     Raises:
         UsageError: The text is no value of this type.
     """
-    # By exact type: bool is a subclass of int, and has a parser of its own.
+    # By exact type, because bool is a subclass of int but has another parser.
     try:
         return _PARSE[type(like)](text)
     except ValueError:
@@ -166,18 +167,18 @@ def parse(text: str, *, like: OptionValue) -> OptionValue:
 
 
 def value_for(option: Option, text: str) -> OptionValue:
-    """Parse a value of an option.
+    """Parse an option's value.
 
     Args:
-        option: The option. If its values are a tuple of text, no other text is accepted.
-        text: Text of the value in a case.
+        option: The option.
+        text: The value in a case.
 
     Raises:
         UsageError: The text is no value of the option.
     """
     value = parse(text, like=option.default)
     listed = option.values
-    # A strategy cannot be listed, so any text passes it. Numbers are free: tuples are examples.
+    # A strategy cannot be listed, so it accepts any text. Numbers in a tuple are only examples.
     words = {option.default, *listed} if isinstance(listed, tuple) else set[OptionValue]()
     if isinstance(value, str) and len(words) > 1 and value not in words:
         names = ", ".join(sorted(map(str, words)))
@@ -186,7 +187,7 @@ def value_for(option: Option, text: str) -> OptionValue:
 
 
 def written(value: OptionValue) -> str:
-    """Return the text of a value in a case."""
+    """Return a value as text for a case."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""The project's own system (`zero_sim.zero`) as a target: settings of a case become its config."""
+"""Target for zero_sim's own system (`zero_sim.zero`), whose config comes from the case."""
 
 from __future__ import annotations
 
@@ -74,17 +74,17 @@ from zero_sim.zero.variants.uneven_micro_batches import (
 
 
 def build_optim_factory(spec: OptimizerSpec) -> OptimFactory:
-    """Return a factory of the scenario's optimizer, from the masters of a rank in param groups."""
+    """Return a factory that builds the scenario's optimizer from param groups of masters."""
     cls, settings = class_of(spec), settings_of(spec)
 
     def factory(groups: ParamsT) -> Optimizer:
-        # Without own settings, torch's one default group is enough.
+        # torch's default group is enough if no group has its own settings.
         if not spec.groups:
             return cls(groups, **settings)
         own: list[dict[str, Any]] = []
         for group in groups:
             assert isinstance(group, dict)
-            # The last index is for params that no group names: the optimizer's own settings.
+            # The last index is for params in no group, which use the optimizer's own settings.
             index = group["group_index"]
             said = {} if index == len(spec.groups) else own_settings(spec.groups[index])
             own.append({"params": group["params"], **said})
@@ -97,7 +97,7 @@ def topology_of(scenario: Scenario) -> Topology:
     """Return the topology of all ranks.
 
     Args:
-        scenario: The case of one dp-cp group, whose `world.size` is the size of the group.
+        scenario: The case of a dp-cp group. Its `world.size` is the group's size.
     """
     # A dp-cp group has dp * cp ranks.
     spec = scenario.topology
@@ -112,14 +112,14 @@ def topology_of(scenario: Scenario) -> Topology:
 
 
 def is_counted(spec: TopologySpec, name: str, *, place: Mapping[str, int]) -> bool:
-    """Return True if the norm counts a param on ranks of one tp and pp index.
+    """Return True if the norm counts a param on this rank.
 
     Args:
-        spec: The topology, with name endings of params that several tp or pp ranks have.
+        spec: The topology, with the name endings of params that several tp or pp ranks have.
         name: The param's name.
-        place: Indices of the rank by dimension, such as `{"tp": 0, "pp": 1}`.
+        place: The rank's index by dimension, such as `{"tp": 0, "pp": 1}`.
     """
-    # Copies have equal gradients, so only the first one counts.
+    # Replicas have equal gradients, so only the first replica counts.
     is_copy = place["tp"] > 0 and name.endswith(spec.shared)
     return not is_copy and not (place["pp"] > 0 and name.endswith(spec.tied))
 
@@ -131,11 +131,11 @@ def kind_of(name: str, tensor: Tensor) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """The call that sums a fragment over the ranks."""
+    """The call that sums a fragment over ranks."""
 
     kind: Literal["reduce_scatter", "reduce_scatter_list", "reduce", "all_reduce"]
     elems: int
-    """Elements of its tensor."""
+    """Elements of the reduced tensor."""
     offset: int
     """Offset of the fragment in this tensor."""
 
@@ -143,11 +143,11 @@ class _Reduction:
 def _reduction_of(
     owned: OwnedFragment, *, bucket: BucketPlan, system: SystemSpec, alone: GradUnit | None
 ) -> _Reduction:
-    """Return the call that sums a fragment: its bucket's, or its grad unit's if it has one."""
+    """Return the call that sums a fragment: its grad unit's if it has one, else its bucket's."""
     # Stage 0 keeps whole gradients on every rank.
     to_all = not system.stage or system.sum_by != "reduce-scatter"
     if alone is not None:
-        # Gradients in a reduce buffer are summed in runs of one owner, not by bucket.
+        # Gradients in a reduce buffer are summed in runs with the same owner, not by bucket.
         own = next(each.own for each in alone.slices if each.memory.name == owned.param)
         if to_all:
             return _Reduction("all_reduce", alone.plan.numel, own.start)
@@ -165,7 +165,7 @@ def _reduction_of(
 def _parallelize(
     module: nn.Module, *, system: SystemSpec, group: ProcessGroup | None
 ) -> TensorParallel | None:
-    """Make a module with split layers run on this rank; None for any other module."""
+    """Connect a module's split layers to the other tp ranks; None if it has no split layers."""
     if not isinstance(module, Blocks):
         return None
     parallel = TensorParallel(
@@ -176,7 +176,7 @@ def _parallelize(
 
 
 def config_of(scenario: Scenario) -> ZeroConfig:
-    """Return the config of the project's own system for a scenario."""
+    """Return the config of zero_sim's own system for a scenario."""
     system = scenario.system
     return ZeroConfig(
         stage=system.stage,
@@ -228,21 +228,21 @@ _UNITS: dict[str, tuple[type[Unit], type[ChunkedUnit]]] = {
     "all-reduce": (AllReducedUnit, _AllReducedChunkedUnit),
     "first-rank": (SummedAtFirstUnit, _SummedAtFirstChunkedUnit),
 }
-"""By `system.sum_by`: the unit that gathers in one call, and the one that gathers in chunks."""
+"""Unit that gathers in a single call, and unit that gathers in chunks, by `system.sum_by`."""
 
 
 def seams_of(scenario: Scenario, *, module: nn.Module, config: ZeroConfig) -> Seams:
-    """Return the variants of the project's own system for a scenario."""
+    """Return the variants of zero_sim's own system for a scenario."""
     system, joins = scenario.system, bool(scenario.run.own_micro_batches)
     has_fp8 = any(param.dtype in FP8_DTYPES for param in module.parameters())
-    # Sums on the first rank need two calls, so their schedule under backward differs.
+    # A sum on the first rank takes two calls, so its schedule under backward differs.
     grads = partial(
         schedule_grads,
         under_backward=UnderBackwardAtFirst if system.sum_by == "first-rank" else UnderBackward,
     )
     unit, chunked_unit = _UNITS[system.sum_by]
     if system.reduce_buffer_elems is not None:
-        # Gradients travel in grad units then, so the units of params only gather.
+        # Grad units carry the gradients here, so param units only gather.
         unit, chunked_unit = Unit, ChunkedUnit
         settings = BufferSettings(
             elems=system.reduce_buffer_elems,
@@ -251,7 +251,7 @@ def seams_of(scenario: Scenario, *, module: nn.Module, config: ZeroConfig) -> Se
         )
         grads = partial(BufferedGrads, settings=settings)
     chunk_elems = system.gather_chunk_elems
-    # Each seam has one variant, which the layers of `zero` call without knowing the scenario.
+    # `zero` calls these variants without knowing the scenario.
     return Seams(
         cast=Fp8Cast if has_fp8 else PlainCast,
         unit=unit
@@ -264,9 +264,9 @@ def seams_of(scenario: Scenario, *, module: nn.Module, config: ZeroConfig) -> Se
 
 
 class ZeroSimEngine:
-    """One rank of the project's own system."""
+    """A rank of zero_sim's own system."""
 
-    # In this order: groups, buffers, an arena in place of the buffers' memory, and the optimizer.
+    # The order matters: groups, buffers, an arena that replaces the buffers' memory, optimizer.
     def __init__(self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup) -> None:
         system, spec = scenario.system, scenario.optimizer
         config = config_of(scenario)
@@ -312,7 +312,7 @@ class ZeroSimEngine:
                 if scale is None
                 else LossScaler(scale=scale.initial, growth_interval=scale.growth_interval),
                 model_parallel_group=parts_group,
-                # A model in one part has each param once.
+                # Without tp and pp, no param has a replica to skip.
                 is_counted=partial(is_counted, scenario.topology, place=place)
                 if is_split
                 else lambda name: True,
@@ -329,15 +329,15 @@ class ZeroSimEngine:
         self._optimizer.zero_grad()
 
     def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
-        """Run backward; hooks move the gradients into the buffers."""
+        """Run backward. Hooks move the gradients into the buffers."""
         self._ddp.add_rows(rows)
-        # Announce it before backward, whose hooks start reductions.
+        # Announce the last micro-batch before backward, because backward hooks start reductions.
         if last_micro or self._system.sync == "every":
             self._ddp.begin_last_micro_batch()
         scaler = self._optimizer.loss_scaler
-        # Before backward, so that small gradients do not underflow in fp16.
+        # Scale before backward, so that small gradients do not underflow in fp16.
         loss = loss if scaler is None else scaler.scale_loss(loss)
-        # False if all params that this rank's forward reads are frozen.
+        # False if this rank's forward only reads frozen params.
         if loss.requires_grad:
             loss.backward()
         self._ddp.end_micro_batch(last_micro)
@@ -348,7 +348,7 @@ class ZeroSimEngine:
 
     def step(self, *, lr_factor: float) -> StepResult:
         """Update the params on every rank."""
-        # Reductions have finished in `end_micro_batch`, also those that overlapped backward.
+        # All reductions have finished in `end_micro_batch`.
         self._optimizer.set_lr_factor(lr_factor)
         result = self._optimizer.step()
         return StepResult(
@@ -363,21 +363,21 @@ class ZeroSimEngine:
         self._ddp.finish_param_gather()
 
     def held_bytes(self) -> Mapping[str, int]:
-        """Return the bytes of all memory that buffers and optimizer reach, by purpose."""
+        """Return the bytes of all memory that buffers and optimizer can reach, by purpose."""
         held = dict(held_bytes(self._ddp, self._optimizer, arena=self._arena))
-        # There must be none between two steps, so an activation checkpoint that is left is found.
+        # No activation checkpoint may remain between steps, so a leak appears in `other`.
         held["other"] += self.checkpoint_bytes()
         return held
 
     def checkpoint_bytes(self) -> int:
         """Return the bytes of activation checkpoints, on all devices."""
         kept = () if self._tensor_parallel is None else self._tensor_parallel.memory()
-        # By storage, because several checkpoints may be views of one.
+        # By storage, because several checkpoints may be views of the same storage.
         storages = {each.data_ptr(): each for each in (t.untyped_storage() for t in kept)}
         return sum(each.nbytes() for each in storages.values())
 
     def whole_bytes(self) -> Iterator[tuple[str, str, int]]:
-        """Return unsharded gradients and params of each unit, if its stage shards them."""
+        """Return the bytes of each unit's unsharded gradients and params."""
         return whole_bytes(self._ddp, arena=self._arena)
 
     def memory(self) -> Iterator[tuple[str, Tensor]]:
@@ -393,7 +393,7 @@ class ZeroSimEngine:
         return self._ddp.unwrap()
 
     def save(self, path: Path, *, form: CheckpointForm) -> None:
-        """Save a checkpoint; with tp or pp, in a folder for each part of the model."""
+        """Save a checkpoint; with tp or pp, each part of the model has its own folder."""
         checkpoint.save(path / self._part, ddp=self._ddp, optimizer=self._optimizer, form=form)
 
     def save_async(self, path: Path, *, form: CheckpointForm) -> checkpoint.SaveHandle:
@@ -403,7 +403,7 @@ class ZeroSimEngine:
         )
 
     def load(self, path: Path, *, weights_only: bool = False) -> None:
-        """Load a checkpoint of any layout."""
+        """Load a checkpoint that was saved in any layout."""
         checkpoint.load(
             path / self._part,
             ddp=self._ddp,
@@ -420,13 +420,13 @@ class ZeroSimEngine:
         for owned in self._optimizer.fragments():
             master, state = owned.master, owned.state
             if self._system.offload_state:
-                # They are compared on the gradients' device. 0-D counters stay on the CPU.
+                # The judge compares on the gradients' device. 0-D counters stay on the CPU.
                 master = master.to(owned.grad.device)
                 state = {k: v.to(owned.grad.device) if v.dim() else v for k, v in state.items()}
             yield OwnedPart(self._place_of(owned), owned.grad, master, state)
 
     def settings(self) -> Settings:
-        """Return the settings of the optimizer's groups and of the loss scaler."""
+        """Return settings of the param groups and the loss scaler."""
         scaler = self._optimizer.loss_scaler
         return Settings(
             params=self._optimizer.settings(),
@@ -435,11 +435,11 @@ class ZeroSimEngine:
         )
 
     def _place_of(self, owned: OwnedFragment) -> Place:
-        # A rank owns one fragment of a param, in the same place for the whole run.
+        # A rank owns a single fragment of a param, and its place never changes.
         place = self._places.get(owned.param)
         if place is None:
-            # The fragment's offsets in param and buffer come from the layout, the reduction's from
-            # the unit that carries the gradient.
+            # Offsets in param and buffer come from the layout, offsets in the reduction from the
+            # unit that carries the gradient.
             buffer = self._ddp.buffers[owned.buffer]
             bucket = buffer.plan.buckets[owned.bucket]
             param = self._ddp.params[owned.param]
@@ -471,7 +471,7 @@ class ZeroSimEngine:
         return place
 
     def stray_gradients(self, *, padding_only: bool) -> str:
-        """Describe the first nonzero element of gradient buffers and sums, or of their padding."""
+        """Describe the first nonzero element in gradient buffers and sums, or in their padding."""
         for index, buffer in enumerate(self._ddp.buffers):
             if not padding_only:
                 for memory in (buffer.grad_data, buffer.total_data):
@@ -485,13 +485,13 @@ class ZeroSimEngine:
         return ""
 
     def stray_padding(self) -> str:
-        """Describe the first nonzero padding of param buffers or master shards."""
+        """Describe the first nonzero padding element in param buffers or master shards."""
         for index, buffer in enumerate(self._ddp.buffers):
             for unit in buffer.units:
                 stray = _stray_in_params(unit, index=index)
                 if stray:
                     return stray
-        # Masters are padded like the shards that they belong to.
+        # A master shard has the padding of its shard.
         for (index, number), master in self._optimizer.master_shards.items():
             buffer = self._ddp.buffers[index]
             where = f"the masters of buffer {index}, in bucket {number}"
@@ -504,25 +504,25 @@ class ZeroSimEngine:
 
 
 def _stray(padding: Tensor, *, start: int, where: str) -> str:
-    """Describe the first nonzero element of padding, which begins at `start` of `where`."""
+    """Describe the first nonzero padding element. The padding begins at `start` in `where`."""
     if not padding.numel() or not padding.any():
         return ""
     return f"element {start + int(padding.nonzero()[0])} of {where}"
 
 
 def _stray_in_part(bucket: BucketPlan, own: Span, memory: Tensor, *, where: str) -> str:
-    """The same for the memory of a part of a bucket, in elements of the flat buffer."""
-    # A bucket's padding is its tail, of which a part may cover all, some or nothing.
+    """Describe the first nonzero padding element in a bucket's span `own`, of the flat buffer."""
+    # Padding is the bucket's tail, and the span may cover all of it, some or none.
     start = min(max(own.start, bucket.padding.start), own.stop)
     return _stray(memory[start - own.start :], start=start, where=where)
 
 
 def _stray_in_gradients(unit: Unit, *, index: int, padding_only: bool) -> str:
-    """The same for the gradients of one unit, and their sums."""
+    """Describe the first nonzero element in a unit's gradients and their sums."""
     bucket, whole = unit.plan, unit.grad_storage.whole
     where = f"gradient buffer {index}, in bucket {bucket.index}"
     if whole is not None:
-        # If the stage shards gradients, whole ones exist only while backward fills them.
+        # If gradients are sharded, whole gradients only exist while backward fills them.
         start = bucket.padding.start if padding_only else bucket.span.start
         stray = _stray(whole[start - bucket.span.start :], start=start, where=where)
         if stray:
@@ -534,7 +534,7 @@ def _stray_in_gradients(unit: Unit, *, index: int, padding_only: bool) -> str:
 
 
 def _stray_in_params(unit: Unit, *, index: int) -> str:
-    """The same for the padding of one unit's params."""
+    """Describe the first nonzero padding element in a unit's params."""
     bucket, whole = unit.plan, unit.params
     where = f"param buffer {index}, in bucket {bucket.index}"
     if whole is not None:
@@ -547,10 +547,10 @@ def _stray_in_params(unit: Unit, *, index: int) -> str:
 
 
 class ZeroSimTarget:
-    """The project's own system, stages 0 to 3."""
+    """zero_sim's own system, stages 0 to 3."""
 
     name = "zero_sim"
-    # None: everything that a scenario can contain.
+    # None stands for every setting of a scenario.
     capabilities = None
     numerics = Numerics(grads_told="before-division")
     costs = TEXTBOOK

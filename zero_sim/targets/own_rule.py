@@ -25,11 +25,11 @@ _ARGUMENTS = {
 
 
 def rules_of(target: Target, scenario: Scenario, *, added_in: str | None = None) -> Rules:
-    """Return the rules by which the reference replays a case of a target.
+    """Return the rules with which the reference replays a target's case.
 
     Args:
         target: The system under test.
-        scenario: The case, as the target gets it.
+        scenario: The target's case.
         added_in: As for `Numerics.replayed`.
 
     Raises:
@@ -40,22 +40,22 @@ def rules_of(target: Target, scenario: Scenario, *, added_in: str | None = None)
     own = None
     if scenario.optimizer.name == "own":
         own = own_rule_of(target, scenario, elementwise=numerics.elementwise)
-    # A case of a pair takes its steps from the run in the other layout: see `recorded`.
+    # A case in a pair takes its steps from the run in the other layout: see `recorded`.
     if (rule := getattr(target, "layout_rule", None)) is not None:
         own = rule(scenario) or own
     return replace(rules, own=own)
 
 
 def own_rule_of(target: Target, scenario: Scenario, *, elementwise: bool = False) -> OwnRule | None:
-    """Return the update rule of a target; None if it has none.
+    """Return a target's update rule; None if it has none.
 
     Args:
         target: The system under test.
         scenario: The case whose settings the rule reads.
-        elementwise: True if the step of an element depends on that element alone.
+        elementwise: As in `Numerics`.
 
     Raises:
-        ProtocolError: The target has two rules, or one that takes other arguments.
+        ProtocolError: The target has two rules, or its rule takes other arguments.
     """
     found = [name for name in OWN_RULES if getattr(target, name, None) is not None]
     if not found:
@@ -64,7 +64,7 @@ def own_rule_of(target: Target, scenario: Scenario, *, elementwise: bool = False
         raise ProtocolError(
             f"expected {' or '.join(OWN_RULES)} of target {target.name!r}, got both. Remove one."
         )
-    # Reports name the rule, because it is trusted.
+    # Reports name the rule, because nothing checks it.
     name, of = found[0], f"{found[0]} of target {target.name!r}"
     rule = _callable(target, name)
     read = getattr(target, "reference_state", None)
@@ -81,9 +81,9 @@ def own_rule_of(target: Target, scenario: Scenario, *, elementwise: bool = False
 
 @contextmanager
 def no_process_group() -> Generator[None]:
-    """Hide every process group: `torch.distributed.is_initialized()` is False within."""
-    # For the whole process. This is safe for ranks in threads, because only one of them runs, and
-    # nothing within waits for another.
+    """Hide every process group; `torch.distributed.is_initialized()` returns False within."""
+    # This affects the whole process. It is safe for ranks in threads, because only one thread runs
+    # at a time, and the code within never passes the baton.
     world = c10d._world
     c10d._world = c10d._World()
     try:
@@ -99,14 +99,14 @@ def _callable(target: Target, name: str) -> Callable[..., Any]:
         raise ProtocolError(
             f"expected {name!r} of target {target.name!r} to be {words}, got {shown(rule)}."
         )
-    # Positional arguments, so that users may name theirs as they like.
+    # Bind by position, so users may choose argument names.
     try:
         inspect.signature(rule).bind(*arguments)
     except TypeError as error:
         raise ProtocolError(
-            f"expected {name!r} of target {target.name!r} to be {words}, got one that takes "
-            f"{inspect.signature(rule)}: {error}."
+            f"expected {name!r} of target {target.name!r} to be {words}, got a function "
+            f"with {inspect.signature(rule)}: {error}."
         ) from None
     except ValueError:
-        pass  # Not written in Python, so a call will show if it fits.
+        pass  # Not written in Python. A wrong call raises later.
     return rule

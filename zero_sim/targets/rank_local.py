@@ -1,12 +1,12 @@
-"""Declarations of a library's per-process state that each simulated rank needs for itself.
+"""Declarations of per-process state in a library, which each simulated rank needs for itself.
 
 [Note: rank-local state]
-A library that expects one rank per process keeps the state of that rank in globals of its modules,
-in class attributes, or in mutable default arguments. In the simulated world all ranks are threads
-of one process. So a target declares these names: their values move with the baton, and a rank
-begins every program with a copy of the values before it. Or it declares packages that each rank
-imports for itself, which needs no list of names and costs an import per rank and program. On real
-processes these declarations have no effect.
+A library that expects a process for each rank keeps this rank's state in module globals, class
+attributes or mutable default arguments. But simulated ranks are threads of the same process. So a
+target declares these names. Their values then move with the baton, and each rank begins a program
+with a copy of the values before it. Alternatively, a target declares packages that each rank
+imports for itself. This needs no list of names, but costs an import per rank and program. These
+declarations have no effect on real processes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*:([A-Za-z_][\w.]*(\([A-Za-z_]\w*\))?|\*)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankLocal:
-    """State of a process that each simulated rank has for itself: `rank_local` of a target.
+    """Per-process state of which each simulated rank has its own: a target's `rank_local`.
 
     Example:
         >>> RankLocal(names=("lib.comm:GROUP", "lib.engine:Engine.count")).cuda_is_cpu
@@ -38,14 +38,14 @@ class RankLocal:
 
     names: tuple[str, ...] = ()
     """Names: `module:name` for a global, `module:Class.attribute`, `module:function(argument)` for
-    a mutable default argument, or `module:*` for all globals of a module except modules, classes
-    and functions. The modules are imported before the first rank begins. A name that the installed
-    version of a library lacks is skipped, with a note in the result."""
+    a mutable default argument, or `module:*` for all of a module's globals except modules, classes
+    and functions. The modules are imported before the first rank begins. If the installed library
+    lacks a name, it is skipped, and the result has a note."""
     packages: tuple[str, ...] = ()
     """Top-level packages that each rank imports for itself in every program."""
     cuda_is_cpu: bool = False
-    """True if ranks find CUDA devices that compute on the CPU, as with `zero-sim torchrun
-    --cuda-is-cpu`. For libraries that call `torch.cuda` on every machine."""
+    """True to show ranks CUDA devices that compute on the CPU, as `zero-sim torchrun --cuda-is-cpu`
+    does. Use it for libraries that call `torch.cuda` on every machine."""
 
     def __post_init__(self) -> None:
         for field in ("names", "packages"):
@@ -66,7 +66,7 @@ class RankLocal:
             if not isinstance(name, str) or not name.isidentifier():
                 raise UsageError(
                     f"expected an entry of RankLocal.packages to be a top-level package, got "
-                    f"{name!r}. Use the part before its first dot."
+                    f"{name!r}. Use the part before the first dot."
                 )
 
 
@@ -87,7 +87,7 @@ def rank_local_of(target: Target) -> RankLocal | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Library:
-    """The package under test of a shipped target: its attribute `library`.
+    """The package that a shipped target tests: its attribute `library`.
 
     Example:
         >>> Library(package="deepspeed", extra="deepspeed", judged="deepspeed==0.19.8").environment
@@ -100,13 +100,13 @@ class Library:
     """Extra that installs the package, as in `zero-sim[extra]`."""
     judged: str = ""
     """Distribution and version whose rules the target declares, such as `deepspeed==0.19.8`."""
-    # Read when the package is imported, so they are set before.
+    # Set before the import, because the package reads them then.
     environment: tuple[tuple[str, str], ...] = ()
-    """Environment variables and their values, set if they are not set yet."""
+    """Environment variables with values, set only if the user has not set them."""
 
 
 def why_missing(target: Target) -> str:
-    """Return a message if the package of a target is not installed; empty if it is."""
+    """Return a message if a target's package is not installed; "" if it is."""
     library: object = getattr(target, "library", None)
     if not isinstance(library, Library) or _is_installed(library.package):
         return ""
@@ -120,20 +120,20 @@ def prepare(target: Target) -> None:
     """Check that a target's package is installed, and set its environment variables.
 
     Raises:
-        EnvironmentProblem: It is not installed. The message names its extra.
+        EnvironmentProblem: It is not installed. The message names the extra.
     """
     why = why_missing(target)
     if why:
         raise EnvironmentProblem(f"expected an installed package, got none: {why}")
     library: object = getattr(target, "library", None)
     if isinstance(library, Library):
-        # The user's own values have precedence.
+        # The user's values take precedence.
         for name, value in library.environment:
             os.environ.setdefault(name, value)
 
 
 def why_not_judged(target: Target) -> str:
-    """Return a note if the installed version of a library may have other rules; else empty."""
+    """Return a note if the installed version of a library may have other rules; else ""."""
     library: object = getattr(target, "library", None)
     if not isinstance(library, Library) or not library.judged:
         return ""
@@ -152,7 +152,7 @@ def why_not_judged(target: Target) -> str:
 
 
 def _is_installed(package: str) -> bool:
-    # Without importing the package, which may take seconds and needs its environment first.
+    # Do not import the package: this may take seconds, and its environment must be set first.
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:

@@ -1,8 +1,8 @@
-"""State of a run in one layout, recorded as expected state of a run in another layout.
+"""State of a run in one layout, recorded as the expected state in another layout.
 
 [Note: the rule of a replayed case]
-The reference takes masters and state after each step from the record, without an update rule. It
-computes everything else as in any case: losses, reduced gradients, norms, casts.
+The reference needs no update rule, because it takes masters and state after each step from the
+record. It still computes everything else: losses, reduced gradients, norms and casts.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from zero_sim.targets.declared import capabilities_of, has_own_rule
 from zero_sim.targets.protocol import OwnedPart, Target
 
 Span = tuple[int, int]
-"""Half-open range of a param, in elements."""
+"""Half-open element range of a flattened param."""
 Pieces = dict[Span, Tensor]
-"""Values by range, 1-D."""
+"""1-D values by range."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,21 +31,21 @@ class Record:
     """Params and state after each step of a run."""
 
     steps: dict[int, dict[str, dict[str, Pieces]]] = field(default_factory=dict)
-    """Values by step, param and state key. The master has an empty key."""
+    """Values by step, param and state key. The master's key is ""."""
 
     def __deepcopy__(self, memo: object) -> Record:
         """Return itself."""
-        # It is copied along with the reference's rule, and nothing changes it after its run.
+        # Copying the reference's rule would copy the record, which never changes after its run.
         return self
 
     def note_parts(self, step: int, parts: Iterable[OwnedPart]) -> None:
-        """Record the parts that a rank owns after a step."""
+        """Record a rank's owned parts after a step."""
         for part in parts:
             place = part.place
             self._note(step, place.param, (place.start, place.stop), part.master, part.state)
 
     def note_params(self, step: int, params: Mapping[str, Tensor]) -> None:
-        """Record working params after a step, for an engine that reports no parts."""
+        """Record working params after a step, if the engine reports no parts."""
         for name, param in params.items():
             self._note(step, name, (0, param.numel()), param, {})
 
@@ -55,17 +55,17 @@ class Record:
         keys = self.steps.setdefault(step, {}).setdefault(name, {})
         for key, value in {"": master, **state}.items():
             pieces = keys.setdefault(key, {})
-            # The first of several replicas: their own run has compared them with each other.
+            # The first replica is enough, because the recorded run compares replicas.
             if span not in pieces:
                 pieces[span] = value.detach().clone()
 
     def put(self, step: int, name: str, param: Tensor) -> dict[str, Tensor]:
-        """Write the recorded values into a param and return its state by key.
+        """Write recorded values into a param, and return its state by key.
 
         Args:
             step: Optimizer step, from 0.
-            name: Name in the model.
-            param: The whole param, which changes.
+            name: The param's name in the model.
+            param: The whole param, changed in place.
         """
         keys = self.steps.get(step, {}).get(name, {})
         found = {key: _joined(pieces, like=param) for key, pieces in keys.items()}
@@ -74,7 +74,7 @@ class Record:
         return found
 
     def as_list(self) -> list[Any]:
-        """Return everything, ready for JSON."""
+        """Return the record as data for JSON."""
         return [
             (step, name, key, *span, _to_json(value))
             for step, params in self.steps.items()
@@ -85,7 +85,7 @@ class Record:
 
     @classmethod
     def from_list(cls, data: Iterable[Any]) -> Record:
-        """Return the record that `as_list` was called on."""
+        """Return the record that `as_list` returned."""
         record = cls()
         for step, name, key, start, stop, value in data:
             keys = record.steps.setdefault(step, {}).setdefault(name, {})
@@ -94,15 +94,15 @@ class Record:
 
 
 def _joined(pieces: Pieces, *, like: Tensor) -> Tensor:
-    """Return state joined from pieces, or one rank's if it is not cut like the param."""
+    """Return state joined from pieces, or a single rank's state if it is not cut like the param."""
     first = next(iter(pieces.values()))
-    # For example a step counter, or the factors of Shampoo, which have another shape.
+    # False for a step counter, for example, or for Shampoo's factors, which have another shape.
     is_cut = all(
         value.dim() and value.numel() == stop - start for (start, stop), value in pieces.items()
     )
     if not is_cut:
         return first.clone()
-    # Elements that no rank owns are reported by the check of ownership.
+    # Elements without an owner stay 0, because the check of ownership reports them.
     whole = first.new_zeros(like.numel())
     for (start, stop), value in pieces.items():
         whole[start:stop] = value.reshape(-1)
@@ -118,7 +118,7 @@ def _to_json(value: Tensor) -> tuple[str, list[int], str]:
 
 def _from_json(value: tuple[str, list[int], str]) -> Tensor:
     name, shape, text = value
-    # A bytearray is writable, as a tensor's memory must be; frombuffer refuses an empty one.
+    # A bytearray is writable, as a tensor's memory must be. frombuffer refuses an empty bytearray.
     raw, dtype = bytearray(base64.b64decode(text)), getattr(torch, name)
     return (
         torch.frombuffer(raw, dtype=dtype).reshape(shape)
@@ -128,11 +128,11 @@ def _from_json(value: tuple[str, list[int], str]) -> Tensor:
 
 
 class _RecordedOptimizer:
-    """An optimizer in torch's form that takes its steps from a record."""
+    """An optimizer with torch's interface that takes its steps from a record."""
 
     def __init__(self, record: Record, named: Mapping[str, Tensor]) -> None:
         self._record, self._named = record, dict(named)
-        # In the group, because the reference copies only state and groups.
+        # The step counter is in the group, because the reference only copies state and groups.
         self.param_groups: list[dict[str, Any]] = [
             {"params": list(named.values()), "lr": 0.0, "step": 0}
         ]
@@ -150,17 +150,17 @@ class _Wrapped:
 
     Args:
         target: The system under test.
-        record: The record to write or to read.
+        record: The record to write or read.
     """
 
     def __init__(self, target: Target, record: Record) -> None:
         self._target, self._record = target, record
         self.name = target.name
-        # Before a rule is added, because a rule of the target's own changes the defaults.
+        # Read before this class adds a rule, because an update rule changes the defaults.
         self.capabilities = capabilities_of(target)
 
     def __getattr__(self, name: str) -> Any:
-        # Optional declarations, such as `numerics`, are the target's own.
+        # Optional declarations such as `numerics` come from the target.
         return getattr(self._target, name)
 
     def build(self, module: Any, **named: Any) -> Any:
@@ -184,7 +184,7 @@ class Recording(_Wrapped):
         return self._record
 
     def layout_rule(self, scenario: Scenario) -> OwnRule | None:
-        """Return a rule that leaves everything unchanged, if the reference has no other."""
+        """Return a rule that changes nothing if the reference has no other rule, else None."""
         has_rule = scenario.optimizer.name != "own" or has_own_rule(self._target)
         return None if has_rule else self._rule(scenario, Record())
 

@@ -1,4 +1,4 @@
-"""Registered targets by name, and the import of a user's own."""
+"""Registered targets by name, and the import of a user's target."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def _by_name(names: Mapping[str, Sequence[str]]) -> dict[str, str]:
     return {name: f"zero_sim.targets.{module}" for module in names for name in names[module]}
 
 
-# Names only, because a module is imported when a case names its target: others may need packages
-# that are not installed, and take time to import.
+# Names only: a module is imported when a case names its target, because imports take time and other
+# modules may need packages that are not installed.
 _TARGETS = _by_name(
     {
         "own": ["zero_sim"],
@@ -28,7 +28,7 @@ _TARGETS = _by_name(
         "torch.fsdp2": ["torch-fsdp2", "torch-fsdp2-as-is"],
     }
 )
-"""Module with the target in its `TARGETS`, by the target's name."""
+"""Module whose `TARGETS` contain the target, by the target's name."""
 
 _LIBRARIES = _by_name(
     {
@@ -40,12 +40,12 @@ _LIBRARIES = _by_name(
         "megatron.fsdp": ["megatron-fsdp", "megatron-fsdp-as-is"],
     }
 )
-"""The same for targets of libraries that need an extra."""
+"""The same for targets whose library needs an extra."""
 
 
 @cache
 def _registered(name: str) -> Target | None:
-    """Return the registered target of a name; None if there is none."""
+    """Return the registered target with a name; None if there is none."""
     module = _TARGETS.get(name) or _LIBRARIES.get(name)
     if module is None:
         return None
@@ -64,10 +64,10 @@ def library_target_names() -> tuple[str, ...]:
 
 
 def find_target(name: str) -> Target:
-    """Return the registered target of a name.
+    """Return the registered target with a name.
 
     Raises:
-        UsageError: There is none; the message has the nearest names.
+        UsageError: There is none; the message lists the nearest names.
     """
     target = _registered(name)
     if target is None:
@@ -80,11 +80,11 @@ def find_target(name: str) -> Target:
 
 
 def name_of(target: Target) -> str:
-    """Return the name by which `import_target` finds a target again; empty if there is none.
+    """Return the name by which `import_target` finds a target again; "" if there is none.
 
     Args:
-        target: A registered target; one that a module has under a name; or an object without
-            state, for which the name of its class will do.
+        target: A registered target, or a module's global, or an object without state, which can be
+            made again from the name of its class.
     """
     if _registered(target.name) is target:
         return target.name
@@ -94,8 +94,8 @@ def name_of(target: Target) -> str:
     if module is None or made_by.__module__ == "__main__":
         return ""
     held = [name for name, value in vars(module).items() if value is target]
-    # An empty `__dict__`: a new object of the class equals this one. True stands for slots, which
-    # may have state.
+    # If `__dict__` is empty, a new object of the class equals this object. An object without a
+    # `__dict__` (True here) has slots, which may contain state.
     if not held and not getattr(target, "__dict__", True):
         held = [name for name, value in vars(module).items() if value is made_by]
     return f"{made_by.__module__}:{held[0]}" if held else ""
@@ -105,11 +105,9 @@ def import_target(name: str) -> Target:
     """Return a registered target, or import `module:name`, which runs the module's code.
 
     Args:
-        name: A registered name; or a module, also in the current folder, and the name of a target
-            in it: an object, or a class that takes no arguments.
+        name: A registered name, or `module:name` as for `load_target`.
 
     Raises:
-        UsageError: The module or the name does not exist, its code raises, or the object is no
-            target.
+        UsageError: The module or name does not exist, its code raises, or the object is no target.
     """
     return load_target(name) if ":" in name else find_target(name)

@@ -1,8 +1,8 @@
 """Training on one device without buffers: the baseline of memory and speed.
 
-The params are the module's own, with gradients in `.grad`. A 16-bit param also has an fp32 master.
-Gradients are freed after each step, or kept and zeroed. Keeping them costs as much memory as the
-params, and saves allocations.
+The engine trains the module's own params, with gradients in `.grad`; a 16-bit param also has an
+fp32 master. Gradients are freed after each step, or kept and zeroed. Keeping them costs as much
+memory as the params, but saves allocations.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class SingleDeviceEngine:
 
     Args:
         module: The model.
-        scenario: The case, of which `optimizer` is read.
-        keeps_grads: True if gradients stay in memory between two steps.
+        scenario: The case; only its `optimizer` is read.
+        keeps_grads: True if gradients stay in memory between steps.
     """
 
     def __init__(self, module: nn.Module, *, scenario: Scenario, keeps_grads: bool) -> None:
@@ -57,11 +57,11 @@ class SingleDeviceEngine:
         grads = {name: param.grad for name, param in self._params.items()}
         for name, master in self._masters.items():
             grad = grads[name]
-            # A copy, because clipping and some optimizers write to it, and `parts` reports the
-            # gradient as backward left it.
+            # A copy, because clipping and some optimizers write to the gradient, but `parts`
+            # reports it as backward left it.
             master.grad = None if grad is None else grad.to(torch.float32, copy=True)
         norm = None
-        # By value before by norm, as the reference does.
+        # First by value, then by norm, as in the reference.
         if self._spec.clip_value is not None:
             nn.utils.clip_grad_value_(self._masters.values(), self._spec.clip_value)
         if self._spec.clip_norm is not None:
@@ -69,14 +69,14 @@ class SingleDeviceEngine:
         self._rates.scale(lr_factor)
         self._optimizer.step()
         for name, master in self._masters.items():
-            # In fp32 the master is the param, so restore its gradient afterwards.
+            # In fp32 the master is the param itself, so restore its gradient afterwards.
             master.grad = None
             self._params[name].copy_(master)
             self._params[name].grad = grads[name]
         return StepResult(norm=norm)
 
     def settle(self) -> None:
-        """Free the gradients, which `parts` has reported by now."""
+        """Free the gradients, which `parts` has already reported."""
         if not self._keeps_grads:
             self.zero_grad()
 
@@ -85,7 +85,7 @@ class SingleDeviceEngine:
         return {name: param.detach() for name, param in self._params.items()}
 
     def parts(self) -> Iterator[OwnedPart]:
-        """Yield every param whole, with its master and state."""
+        """Yield all params whole, with masters and state."""
         for name, master in self._masters.items():
             param = self._params[name]
             grad = torch.zeros_like(param) if param.grad is None else param.grad
@@ -97,7 +97,7 @@ class SingleDeviceEngine:
             )
 
     def stray_gradients(self, *, padding_only: bool) -> str:
-        """Name a param with a nonzero gradient; nothing has padding."""
+        """Name a param with a nonzero gradient. There is no padding."""
         grads = {} if padding_only else {n: p.grad for n, p in self._params.items()}
         return next((f"param {n!r}" for n, g in grads.items() if g is not None and g.any()), "")
 
@@ -116,11 +116,11 @@ class SingleDeviceEngine:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class SingleDevice:
-    """One device, on one rank."""
+    """Training on one device, with a single rank."""
 
     name: str = "single-device"
     keeps_grads: bool = False
-    """True if gradients stay in memory, as with `zero_grad(set_to_none=False)`."""
+    """True to keep gradients in memory, as `zero_grad(set_to_none=False)` does."""
     capabilities: ClassVar = Capabilities(
         models=PLAIN_MODELS,
         dtypes=("fp32", "bf16", "fp16"),
@@ -137,7 +137,7 @@ class SingleDevice:
         ),
     )
     numerics: ClassVar = Numerics(
-        # One rank: nothing is divided.
+        # A single rank divides nothing.
         divide="none",
         divide_by="ranks",
         sync="last",

@@ -1,4 +1,4 @@
-"""Tools for your own test suite: judge an optimizer in ten lines, explore schedules."""
+"""Tools for your test suite: judge an optimizer in ten lines, and explore schedules."""
 
 from zero_sim.fuzz.strategies import scenarios
 from zero_sim.testing.conformance import NotConformant, conformance

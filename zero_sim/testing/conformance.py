@@ -1,4 +1,4 @@
-"""A single test that judges a target on drawn scenarios, and shrinks and shows a failure."""
+"""A test that judges a target on drawn scenarios, and shrinks and reports a failure."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ PLAIN = Numerics()
 SHRINK_SECONDS = 60.0
 _FILE = "case.toml"
 PROPERTIES = "zero_sim_properties"
-"""Attribute of a test function: its properties after a pass. The pytest plugin reads it."""
+"""Attribute of a passed test function that contains its properties, for the pytest plugin."""
 Judge = Callable[[Scenario], CaseResult]
 
 
 class NotConformant(AssertionError):
-    """A target is wrong: the message has the finding and the smallest failing case."""
+    """A target is wrong. The message contains the finding and the smallest failing case."""
 
     def __init__(self, text: str, *, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -76,37 +76,36 @@ def conformance(
     steps_max: int = 3,
     shrink_seconds: float = SHRINK_SECONDS,
 ) -> Callable[[], None]:
-    """Return a test of a target over drawn scenarios, for pytest or any other runner.
+    """Return a test that judges a target on drawn scenarios, for pytest or any other runner.
 
         test_mine = conformance(MyTarget())
 
-    Every case runs on a simulated world. After every step all values that the target reports are
-    compared, bit for bit, with a reference on one device. Among the failing cases, the one with the
-    largest difference is shrunk like `zero-sim shrink` does it, as long as the finding stays the
-    same: smaller differences may be mere rounding. A finding without a difference of values, such
-    as a deadlock, ends the search at once.
+    Each case runs in a simulated world. After each step, all values that the target reports are
+    compared bit for bit with a reference on one device. The failing case with the largest
+    difference is shrunk as `zero-sim shrink` does it, while its finding stays the same: smaller
+    differences may be mere rounding. A finding without different values, such as a deadlock, ends
+    the search at once.
 
     Args:
         target: The target, its registered name, or `module:name`.
         cases: Number of cases, drawn within the target's capabilities.
-        seed: Seed of the cases, so that every run draws the same; None for new cases each time,
-            unless the Hypothesis profile has `derandomize`.
-        world_size_max: Largest number of ranks of a case.
-        steps_max: Largest number of optimizer steps of a case.
-        shrink_seconds: Time limit of shrinking, for slow targets; 0 shows the first failing case
-            unchanged. Two runs can show different cases only if this limit ends the search, and the
-            message then contains that.
+        seed: Seed, with which every run draws the same cases. None for new cases each time, unless
+            the Hypothesis profile has `derandomize`.
+        world_size_max: Most ranks in a case.
+        steps_max: Most optimizer steps in a case.
+        shrink_seconds: Time limit for shrinking; 0 to report the failing case unchanged. Runs
+            report different cases only if this limit ends the search; the message then says so.
 
     Returns:
-        A function without arguments. It raises `NotConformant` with the findings of the smallest
-        failing case and that case as TOML, or AssertionError if no case proved anything. If it
-        passes, it prints its cases by verdict and the passes by params only. With pytest these are
-        also properties of the test, `zero_sim.scope` and `zero_sim.verdicts`.
+        A function without arguments. It raises `NotConformant` with the findings and the TOML of
+        the smallest failing case, or AssertionError if no case proved anything. If it passes, it
+        prints the number of cases by verdict and the passes by params only. With pytest, these are
+        also the test properties `zero_sim.scope` and `zero_sim.verdicts`.
 
     Raises:
-        UsageError: If there is no target of that name, or the object is no target.
+        UsageError: There is no target with this name, or the object is no target.
     """
-    # Import or check at once, so that a wrong name fails at collection.
+    # Import or check at once, so that a wrong name fails during collection.
     if isinstance(target, str):
         judged = import_target(target)
     else:
@@ -114,7 +113,7 @@ def conformance(
 
     def test_conformance() -> None:
         __tracebackhide__ = True
-        # A test object may run again; properties of an earlier pass must not stay.
+        # A test object may run again, so remove properties of an earlier pass.
         vars(test_conformance).pop(PROPERTIES, None)
         failed: NotConformant | None = None
         with WorldPool() as pool:
@@ -131,7 +130,7 @@ def conformance(
             raise failed
         _require_pass(results.verdicts, judged, cases=cases)
         vars(test_conformance)[PROPERTIES] = properties = results.properties()
-        # pytest captures it and prints it with -rA.
+        # pytest captures this and prints it with -rA.
         print(printable(f"conformance of {judged.name}: {properties['verdicts']}"))  # noqa: T201
 
     test_conformance.__doc__ = f"{judged.name} equals the reference, bit for bit."
@@ -139,7 +138,7 @@ def conformance(
 
 
 def _series(seed: int | None) -> str:
-    """Return the seed as text; a random one if None, unless Hypothesis must be deterministic."""
+    """Return the seed as text; random if None, unless Hypothesis must be deterministic."""
     if seed is None and not settings().derandomize:
         seed = secrets.randbits(64)
     return str(seed or 0)
@@ -151,22 +150,22 @@ class _Results:
 
     verdicts: Counter[str] = field(default_factory=Counter)
     params_only: int = 0
-    """Number of passes without a compared averaged gradient or optimizer state."""
+    """Number of passes in which neither averaged gradients nor optimizer state were compared."""
     worst: tuple[Scenario, CaseResult] | None = None
-    """The failing case whose values differ most, with its result."""
-    # Below any difference, so that the first failing case is taken.
+    """The failing case whose values differ most, and its result."""
+    # Below any difference, so the first failing case replaces it.
     apart: float = -1.0
-    """Relative difference of the worst case; see `how_far_apart`."""
+    """Relative difference in the worst case; see `how_far_apart`."""
     manners: dict[str, Counter[str]] = field(default_factory=dict)
-    """Number of cases by manner of the difference, for each check."""
+    """Number of failing cases by check and manner of the difference."""
 
     def add(self, scenario: Scenario, result: CaseResult) -> None:
-        """Add the result of a case."""
+        """Add a case's result."""
         self.verdicts[result.verdict] += 1
         self.params_only += result.passes_by_params_only
         if result.verdict in ("pass", "inconclusive"):
             return
-        # Only the worst case is kept, because results contain tensors.
+        # Keep only the worst case, because results contain tensors.
         if (apart := how_far_apart(result)) > self.apart:
             self.worst, self.apart = (scenario, result), apart
         key = key_of(result)
@@ -182,8 +181,8 @@ class _Results:
         }
 
     def heading(self) -> str:
-        """Return the number of failing cases by check and manner; empty for a single failure."""
-        # For one failure, the finding itself has all of this.
+        """Return the number of failing cases by check and manner; "" for a single failure."""
+        # For a single failure, the finding shows both.
         if sum(manners.total() for manners in self.manners.values()) < 2:
             return ""
         lines = []
@@ -199,26 +198,26 @@ class _Results:
 
 def _require_pass(verdicts: Counter[str], target: Target, *, cases: int) -> None:
     __tracebackhide__ = True
-    # The target's capabilities allowed no case at all.
+    # The target's capabilities allow no case.
     if not verdicts and cases:
         raise AssertionError(f"{why_none_fits(target)}.")
     if not verdicts["pass"]:
         raise AssertionError(
             f"expected target {target.name!r} to pass in some of {cases} cases, got "
-            f"{verdicts['inconclusive']} inconclusive ones, which prove nothing. Try more cases."
+            f"{verdicts['inconclusive']} inconclusive cases, which prove nothing. Try more cases."
         )
 
 
 def _judge_all(scenarios: Iterable[Scenario], judge: Judge, *, target: Target) -> _Results:
-    """Judge cases, up to the first finding that is no difference of values."""
+    """Judge cases, up to the first finding without different values."""
     results = _Results()
     for index, scenario in enumerate(scenarios):
         result = judge(scenario)
-        # Some passes by params only are repeated with SGD, which shows if gradients were averaged.
+        # Repeat some passes by params only with SGD, which shows if gradients were averaged.
         if index % TWIN_EVERY == 0:
             result = with_twin(result, scenario, judge=judge, find=lambda: target)
         results.add(result.twin or scenario, result)
-        # No difference exceeds this one, so no later case could replace it.
+        # No later case could have a larger difference.
         if results.apart >= BEYOND_VALUES:
             break
     return results
@@ -226,11 +225,11 @@ def _judge_all(scenarios: Iterable[Scenario], judge: Judge, *, target: Target) -
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Subject:
-    """Subject of the test."""
+    """The target under test."""
 
     target: Target
     name: str
-    """Importable name; empty if there is none."""
+    """Importable name; "" if there is none."""
     judge: Judge
     pool: WorldPool
     limits: Limits
@@ -239,7 +238,7 @@ class _Subject:
 def _shrunk(
     scenario: Scenario, result: CaseResult, subject: _Subject, *, heading: str
 ) -> NotConformant:
-    """Shrink a failing case; a case that could not be judged is shown unchanged."""
+    """Shrink a failing case; if it could not be judged, report it unchanged."""
     key = key_of(result)
     if key is None or result.verdict == "error" or not may_shrink(key):
         return _failure(scenario, subject, f"{render_case(result)}\n\nThe case")
@@ -249,7 +248,7 @@ def _shrunk(
         judge=subject.judge,
         may_ask=lambda other: not refusals(subject.target, other),
         limits=subject.limits,
-        # A case that our own system fails as well may be too small, not the target wrong.
+        # If our own system fails a shrunk case too, the case is wrong, not the target.
         right=right_judge(subject.target, pool=subject.pool),
     )
     result = marked(result, scenario)
@@ -262,12 +261,12 @@ def _shrunk(
 
 
 def _explain_rules(scenario: Scenario, result: CaseResult, subject: _Subject) -> str:
-    """Return the omitted quantities, the declared rules, and a proposed declaration."""
+    """Return the quantities that were not compared, the declared rules, and a proposed rule."""
     declared = {
         each.name: getattr(numerics_of(subject.target, scenario), each.name)
         for each in fields(Numerics)
     }
-    # Only non-default rules, in the form in which they are declared.
+    # Non-default rules, as a user would declare them.
     other = {name: value for name, value in declared.items() if value != getattr(PLAIN, name)}
     rules = ", ".join(f"{name}={value!r}" for name, value in other.items())
     silent = ", ".join(result.unobserved)
@@ -289,10 +288,10 @@ def _proposal(
     distinguishing = _distinguishing_cases(scenario, result, subject)
     candidates = declared_by(result)
     for change in candidates if distinguishing else ():
-        # A rule may fit one case by chance, so it must also pass cases that distinguish rules.
+        # A rule may fit this case by chance, so it must also pass cases that distinguish rules.
         now, cases = with_change(other, change), [scenario, *distinguishing]
         if "norm" in change or "clip" in change:
-            # The judged case may not clip, so check rules of the norm with cases that do.
+            # The judged case may not clip, so check norm rules with cases that do.
             cases += _clipping_cases(scenario, subject)
         if _all_pass(cases, now, subject):
             words = ", ".join(f"{name}={value!r}" for name, value in now.items())
@@ -313,15 +312,15 @@ def _proposal(
 def _distinguishing_cases(
     scenario: Scenario, result: CaseResult, subject: _Subject
 ) -> list[Scenario]:
-    """Return the supported cases that distinguish rules, with the first suitable optimizer."""
+    """Return supported cases that distinguish rules, with the first suitable optimizer."""
     optimizers = [OptimizerSpec(name=name) for name in SEES_FACTORS]
     if PARTS not in result.unobserved:
-        # Observed state shows factors that the params of Adam hide.
+        # Observed state shows factors that Adam's params hide.
         optimizers.append(scenario.optimizer)
     for optimizer in optimizers:
         cases = telling_cases(scenario, optimizer=replace(optimizer, lr=0.1))
         if taken := [case for case in cases if not refusals(subject.target, case)]:
-            # Most candidates fail with several micro-batches, so those cases come first.
+            # Most candidates fail with several micro-batches, so run these cases first.
             return sorted(taken, key=lambda case: -case.run.micro_batches)
     return []
 
@@ -337,7 +336,7 @@ def _all_pass(cases: Sequence[Scenario], numerics: Mapping[str, Any], subject: _
     try:
         target = Asked(subject.target, Numerics(**numerics))
     except UsageError:
-        return False  # These rules exclude each other.
+        return False  # These rules contradict each other.
     return all(run_case(case, pool=subject.pool, target=target).verdict == "pass" for case in cases)
 
 
@@ -345,7 +344,7 @@ def _failure(scenario: Scenario, subject: _Subject, text: str) -> NotConformant:
     """Return the failure with the case as TOML and the command that repeats it."""
     registered = (*target_names(), *library_target_names())
     if subject.name not in registered:
-        # A file can only name a registered target; for others the command names the target.
+        # A file can only name registered targets, so the command names any other target.
         system = replace(scenario.system, target=SystemSpec().target)
         scenario = replace(scenario, system=system)
     named = [] if subject.name in registered else ["--target", subject.name or "MODULE:NAME"]

@@ -17,14 +17,14 @@ from zero_sim.sim.world.world import World
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExploredFailure:
-    """A failure of a program, with the data that repeats it."""
+    """A program's failure, with the data that repeats it."""
 
     error: Exception
-    """Exception of the world or of the check."""
+    """Exception from the world or the check."""
     choices: tuple[int, ...]
-    """`World(schedule=Choices(choices))` repeats it."""
+    """Choices that repeat it: `World(schedule=Choices(choices))`."""
     turns: tuple[int, ...]
-    """`World(schedule=Replay(turns))` repeats it."""
+    """Turns that repeat it: `World(schedule=Replay(turns))`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,33 +33,33 @@ class Exploration:
 
     runs: int
     interleavings: int
-    """Number of runs that differ in the order of calls, waits and data movement."""
+    """Number of different orders of calls, waits and data movement."""
     complete: bool
     """True if every schedule was run."""
     failures: tuple[ExploredFailure, ...]
 
 
 class _Following:
-    """A recipe that follows given choices and records how many choices each pick had."""
+    """A recipe that follows given choices and records the number of choices at each pick."""
 
     def __init__(self, choices: Sequence[int]) -> None:
         self._choices = choices
         self._schedule = Choosing(choices)
 
     def fresh(self) -> Schedule:
-        """Return a schedule for one run, to which `choices` then refers."""
+        """Return a schedule for the next run, to which `choices` then refers."""
         self._schedule = Choosing(self._choices)
         return self._schedule
 
     def choices(self) -> tuple[int, ...]:
-        """Return the choice at every pick of the run."""
+        """Return the choice at each pick of the run."""
         taken = self._choices[: len(self._schedule.widths)]
         # Picks beyond the given choices took the first ready rank.
         return (*taken, *(0 for _ in self._schedule.widths[len(taken) :]))
 
     def following(self) -> tuple[int, ...] | None:
-        """Return the choices of the next schedule, depth first; None after the last."""
-        # Advance the last pick that has a further choice; later picks start again at 0.
+        """Return the next schedule's choices, depth first; None after the last schedule."""
+        # Advance the last pick that has a further choice. Later picks start again at 0.
         choices, widths = self.choices(), self._schedule.widths
         for position in reversed(range(len(choices))):
             if choices[position] + 1 < widths[position]:
@@ -77,9 +77,9 @@ def explore(
 ) -> Exploration:
     """Run a program under every schedule, depth first, up to a number of runs.
 
-    The ranks that can run at each pick must depend only on earlier picks, which holds if ranks
-    share nothing but torch.distributed. The number of schedules grows fast, so use a few ranks with
-    a few calls each.
+    The ranks that can run at a pick must only depend on earlier picks. This holds if ranks share
+    nothing but torch.distributed. The number of schedules grows fast, so use few ranks with few
+    calls.
 
         result = explore(program, 3)
         assert result.complete and not result.failures
@@ -87,17 +87,17 @@ def explore(
     Args:
         program: As for `World.run`.
         world_size: Number of ranks.
-        runs_max: Largest number of runs, at least 1. The result is not `complete` if it is reached.
-        check: Called with the results of each run; raises or returns False if they are wrong. None
-            and True mean right.
+        runs_max: Most runs, at least 1. If more schedules remain, the result is not `complete`.
+        check: Function of each run's results. It raises or returns False if they are wrong, and
+            returns None or True if they are right.
         **world_args: Other arguments of `World`, except `schedule`.
 
     Returns:
         The number of runs, and every failure with the choices and turns that repeat it.
 
     Raises:
-        UsageError: If `runs_max` is below 1, `check` is no plain function, `schedule` is given, or
-            an argument of `World` is out of range.
+        UsageError: `runs_max` is below 1, `check` is no plain function, `schedule` is given, or an
+            argument of `World` is out of range.
     """
     check_kind("runs_max", runs_max, "an integer")
     if runs_max < 1:
@@ -105,14 +105,14 @@ def explore(
     _check_check(check)
     if "schedule" in world_args:
         raise UsageError(
-            "expected no schedule, because explore chooses each of them, got "
+            "expected no schedule, because explore runs all of them, got "
             f"{world_args['schedule']!r}. Remove it, or run one schedule with World(schedule=...)."
         )
     failures: list[ExploredFailure] = []
     seen: set[int] = set()
     choices: tuple[int, ...] | None = ()
     runs = 0
-    # One world for all runs, so that its ranks stay warm.
+    # Share a world between runs, so that its ranks stay warm.
     with World(world_size, **world_args) as world:
         while choices is not None and runs < runs_max:
             recipe = _Following(choices)
@@ -133,12 +133,12 @@ def explore(
 
 
 def _check_check(check: Any) -> None:
-    remedy = "Pass a function of the list of results that raises or returns False if they are wrong"
+    remedy = "Pass a function of the results that raises or returns False if they are wrong"
     if check is not None and not callable(check):
         raise UsageError(f"expected check to be a function, got {check!r}. {remedy}.")
     kind = None if check is None else unrun_function(check)
     if kind is not None:
-        # Calling it returns a coroutine or generator, which is true, so every run would pass.
+        # Calling it returns a coroutine or generator. These are true, so every run would pass.
         raise UsageError(f"expected check to run when it is called, got {kind}. {remedy}.")
 
 
@@ -151,17 +151,18 @@ def _error_of(
         return failure
     try:
         returned = None if check is None else check(results)
-        # Coroutines are true. `bool` is part of the check: a tensor of several elements raises.
+        # Coroutines are true. `bool` belongs to the check, because a tensor with several elements
+        # raises.
         if returned is not None and (unrun_result(returned) or not bool(returned)):
             return AssertionError(
                 f"expected check to return None or True, got {returned!r} for the results "
                 f"{reprlib.repr(results)}."
             )
-    except Exception as error:  # noqa: BLE001  Whatever a check raises is the run's failure.
+    except Exception as error:  # noqa: BLE001  Any exception from a check is the run's failure.
         return error
     return None
 
 
 def _interleaving(log: EventLog) -> int:
-    # Without the tick, which differs between schedules that are otherwise the same.
+    # Without the tick, which differs between otherwise equal schedules.
     return hash(tuple(moment[1:] for moment in log.moments))

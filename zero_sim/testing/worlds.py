@@ -1,6 +1,6 @@
-"""Hypothesis strategies for settings of a world, so that a schedule shrinks with its case.
+"""Hypothesis strategies for world settings, so that a schedule shrinks with its case.
 
-`zero_sim.sim` does not import this module, because Hypothesis is only needed by tests.
+`zero_sim.sim` does not import this module, because only tests need Hypothesis.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from zero_sim.sim.schedule import Choices
 
 
 def schedules(*, picks_max: int = 64, ready_max: int = 8) -> st.SearchStrategy[Choices]:
-    """Draw schedules whose first picks are free; they shrink to few and small choices.
+    """Draw schedules, which shrink to few picks of other ranks than the first ready rank.
 
     Args:
-        picks_max: Largest number of picks that may differ from the first ready rank.
-        ready_max: Largest number of ranks at a pick; the world size is enough.
+        picks_max: Number of first picks that may take another rank than the first ready rank.
+        ready_max: Most ranks to choose from at a pick; the world size is enough.
     """
     numbers = st.lists(st.integers(0, ready_max - 1), max_size=picks_max)
     return numbers.map(lambda choices: Choices(tuple(choices)))
 
 
 def world_settings(*, picks_max: int = 64, ready_max: int = 8) -> st.SearchStrategy[dict[str, Any]]:
-    """Draw schedule, timing and seed for `World.configure`; they shrink to eager timing.
+    """Draw schedule, timing and seed for `World.configure`, which shrink to eager timing.
 
     Args:
         picks_max: As for `schedules`.

@@ -1,10 +1,10 @@
-"""DeepSpeed's engine under an optimizer of torch: ZeRO 0, 1, 2 and 3.
+"""DeepSpeed's engine with an optimizer from torch: ZeRO 0, 1, 2 and 3.
 
 [Note: DeepSpeed's dtypes]
 Micro-batches are accumulated in `grad_accum_dtype` and ranks are summed in
-`communication_data_type`. Both default to the dtype of the params. Most paths cast a gradient to
-the dtype of the sum and then divide it. Two paths divide first: the reduce-scatter of stages 1 and
-2, and the all-reduce of stage 1 if it accumulated in another dtype.
+`communication_data_type`. Both default to the params' dtype. Most paths cast a gradient to the
+sum's dtype and then divide it. Two paths divide first: the reduce-scatter in stages 1 and 2, and
+the all-reduce in stage 1 if gradients were accumulated in another dtype.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def is_all_reduced(scenario: Scenario, *, stage: int) -> bool:
 
 
 def options_for(stage: int) -> Mapping[str, Option]:
-    """Return the options of a stage; `why_not_together` refuses some combinations."""
+    """Return a stage's options; `why_not_together` refuses some combinations."""
 
     def scaled(scenario: Scenario) -> str:
         return "" if is_all_reduced(scenario, stage=stage) else "a sum that ignores it"
@@ -54,8 +54,8 @@ def options_for(stage: int) -> Mapping[str, Option]:
         # `grad_accum_dtype`, in which micro-batches accumulate.
         found["accumulation"] = Option(default="param", values=("fp32",))
         found["universal"] = Option(default=False, values=(True,))
-    # `gradient_predivide_factor` multiplies by its reciprocal before the sum and by the rest after
-    # it; `prescale_gradients` divides before it. Only sums by all-reduce use either.
+    # `gradient_predivide_factor` multiplies by its reciprocal before the sum, and by the rest after
+    # it. `prescale_gradients` divides before the sum. Both only affect sums by all-reduce.
     if stage < 3:
         found["predivide"] = Option(default=1.0, values=(2.0, 3.0), fits=scaled)
         found["prescale"] = Option(default=False, values=(True,), fits=scaled)
@@ -63,12 +63,12 @@ def options_for(stage: int) -> Mapping[str, Option]:
 
 
 def why_not_together(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) -> str:
-    """Return the reason why the options of a case have no rule; "" if they have one."""
+    """Return the reason why no rule describes a case's options; "" if a rule does."""
     # See [Note: DeepSpeed's dtypes].
     own = scenario.model.dtype
     wire, wide = own_or(options["communication"], own), own_or(options.get("accumulation"), own)
     if options.get("prescale") and options["predivide"] != 1.0:
-        return "prescale_gradients is set, so that DeepSpeed ignores the factor"
+        return "prescale_gradients is set, so DeepSpeed ignores the factor"
     if (stage, own, wide) == (1, "bf16", "fp32"):
         return "stage 1 uses another engine, BF16_Optimizer, which is not wrapped"
     if wire == "fp16" != own and scenario.model.name in EXACT_MODELS:
@@ -89,14 +89,14 @@ def own_or(name: str | None, own: str) -> str:
 
 
 def numerics_for(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) -> Numerics:
-    """Return the arithmetic of a stage for a case."""
+    """Return a stage's arithmetic for a case."""
     own = scenario.model.dtype
     wire, wide = own_or(options["communication"], own), own_or(options.get("accumulation"), own)
     is_mixed = {wire, wide} != {own}
-    # Stages 1 to 3 divide by the ranks before the sum.
+    # Stages 1 to 3 divide by the number of ranks before the sum.
     divide, first, told = "pre", None, "sum"
     if is_mixed or stage == 3:
-        # Stage 3 returns parts of gradients in fp32, whatever their dtype.
+        # Stage 3 returns gradient parts of any dtype as fp32.
         told = "fp32" if wide == "fp32" or stage == 3 else "param"
     if is_all_reduced(scenario, stage=stage) and not options["prescale"]:
         divide = "postmul-rounded"
@@ -107,8 +107,8 @@ def numerics_for(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) 
         divide=divide,
         divide_by="ranks",
         predivide_by=first,
-        # Stages 0 and 1 accumulate micro-batches on each rank and sum once. Stages 2 and 3 sum each
-        # micro-batch and accumulate the sums.
+        # Stages 0 and 1 accumulate micro-batches on each rank and sum ranks once. Stages 2 and 3
+        # sum ranks in each micro-batch and accumulate the sums.
         divide_each="step" if stage < 2 else "round",
         sync="last" if stage < 2 else "every",
         grad_dtype="param",
@@ -117,7 +117,7 @@ def numerics_for(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) 
         nonfinite="stepped" if stage == 0 else "skipped",
         grads_told="after-division",
         told_dtype=told,
-        # Below stage 3 the norm is taken as reported; stage 3 computes it in fp64.
+        # Below stage 3, trust the reported norm; stage 3 computes it in fp64.
         norm="told" if stage < 3 else "of-elements",
         clip="fp32-inverse" if stage < 3 else "fp64-root-inverse",
     )
@@ -144,7 +144,7 @@ RANK_LOCAL = RankLocal(
         "deepspeed.utils.groups:_WORLD_GROUP",
     )
 )
-"""Declaration that `zero-sim doctor --target` prints for 0.19.8."""
+"""Declaration that `zero-sim doctor --target` prints for DeepSpeed 0.19.8."""
 _FOLLOWS = {
     0: (),
     1: (*_BUFFERS, "model.tied"),
@@ -156,15 +156,15 @@ _FOLLOWS = {
         "system.reshard_after_forward",
     ),
 }
-"""Fields of a scenario that set one of the config, by stage."""
+"""Scenario fields that set a field in DeepSpeed's config, by stage."""
 
 
 class DeepSpeedZero:
-    """One stage of DeepSpeed's ZeRO.
+    """A stage of DeepSpeed's ZeRO.
 
     Args:
         stage: 0 to 3.
-        as_is: True to accept also cases that are known to go wrong, as in scenarios/upstream.
+        as_is: True to also accept cases that are known to go wrong, as in scenarios/upstream.
     """
 
     library = Library(
@@ -184,7 +184,7 @@ class DeepSpeedZero:
         self.capabilities = Capabilities(
             dtypes=("fp32", "bf16", "fp16"),
             stages=(stage,),  # pyrefly: ignore
-            # It steps flat partitions, and muon and lamb need whole params.
+            # DeepSpeed steps flat partitions, but muon and lamb need whole params.
             optimizers=tuple(
                 name for name in OPTIMIZERS if name not in (*left_out, *WHOLE_PARAM_OPTIMIZERS)
             ),
@@ -212,7 +212,7 @@ class DeepSpeedZero:
     def refuses(self, scenario: Scenario) -> Iterator[Problem]:
         """Yield fields of a case that have no rule or are known to go wrong."""
         universal = False
-        # Values that the target lacks are refused elsewhere.
+        # Unknown options and values are refused elsewhere.
         if not any(option_problems(self, scenario)):
             options = chosen_options(self, scenario)
             universal = bool(options.get("universal"))
@@ -220,7 +220,7 @@ class DeepSpeedZero:
             if why:
                 yield Problem(
                     path="system.options",
-                    message=f"expected options with a rule that has a name, got others: {why}.",
+                    message=f"expected options whose arithmetic can be declared, but {why}.",
                     suggestion="Remove one of them, or the dtype.",
                 )
         yield from never(scenario, stage=self._stage, universal=universal)

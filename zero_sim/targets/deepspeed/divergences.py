@@ -1,6 +1,6 @@
 """Known divergences of DeepSpeed 0.19.8: cases that its targets refuse.
 
-Some concern universal checkpoints, whose contents `engine` describes.
+Some concern universal checkpoints, which `engine` describes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from zero_sim.workloads import params_of
 
 
 def never(scenario: Scenario, *, stage: int, universal: bool) -> Iterator[Problem]:
-    """Yield settings that DeepSpeed lacks, and those without a rule to declare.
+    """Yield settings that DeepSpeed lacks, and settings for which no rule can be declared.
 
     Args:
-        scenario: The case, as the target gets it.
-        stage: Stage of ZeRO.
-        universal: True if checkpoints are converted to universal ones.
+        scenario: The target's case.
+        stage: ZeRO stage.
+        universal: True if checkpoints are converted to universal checkpoints.
     """
     scale = scenario.optimizer.loss_scale
     yield from _reloaded(scenario, stage=stage, universal=universal)
@@ -30,16 +30,16 @@ def never(scenario: Scenario, *, stage: int, universal: bool) -> Iterator[Proble
         yield Problem(
             path="data.rows",
             message="expected 2 rows or more, got 1: on one rank, DeepSpeed's stage 3 reads params "
-            "at unknown offsets of a gathered buffer, on which fp32 products with one row depend.",
+            "at unknown offsets in a gathered buffer, on which fp32 products with one row depend.",
             suggestion="Try 2 rows, or 2 ranks.",
         )
     skips = scenario.data.nan is not None or scale is not None
-    # Below stage 3 the norm is taken as reported.
+    # Below stage 3 the norm is not compared.
     if stage == 3 and skips and scenario.optimizer.clip_norm is not None:
         yield Problem(
             path="optimizer.clip_norm",
-            message="DeepSpeed reports inf as the norm of each step that it skips, and at stage 3 "
-            "norms are compared.",
+            message="DeepSpeed reports an infinite norm for each step that it skips, but at stage "
+            "3 norms are compared.",
             suggestion="Remove it, or the overflow.",
         )
     # The rest concerns loss scales.
@@ -56,15 +56,15 @@ def never(scenario: Scenario, *, stage: int, universal: bool) -> Iterator[Proble
     if scale.initial < 2**scenario.run.steps:
         yield Problem(
             path="optimizer.loss_scale.initial",
-            message="DeepSpeed raises at an overflow at a scale of 1, expected a scale that "
-            f"{scenario.run.steps} steps cannot halve to 1, got {scale.initial:g}.",
+            message=f"expected a scale that {scenario.run.steps} steps cannot halve to 1, because "
+            f"DeepSpeed raises if a gradient overflows at 1, got {scale.initial:g}.",
             suggestion=f"Try {2**scenario.run.steps}.",
         )
     if scale.growth_interval < 2:
         yield Problem(
             path="optimizer.loss_scale.growth_interval",
-            message="DeepSpeed's scale first grows one step after its window, expected "
-            f"2 or more, got {scale.growth_interval}.",
+            message="expected 2 or more, because DeepSpeed's scale first grows one step after its "
+            f"window, got {scale.growth_interval}.",
             suggestion="Try 2.",
         )
 
@@ -79,22 +79,22 @@ def _reloaded(scenario: Scenario, *, stage: int, universal: bool) -> Iterator[Pr
         yield Problem(
             path="reload.world_size",
             message=f"expected as many ranks as before, {scenario.world.size}, got "
-            f"{reload.world_size}: DeepSpeed's elastic checkpoints load only with its own "
+            f"{reload.world_size}: DeepSpeed's elastic checkpoints only work with its own "
             "optimizers.",
-            suggestion="Leave it out" + (", or try option universal." if stage else "."),
+            suggestion="Remove it" + (", or try option universal." if stage else "."),
         )
-    # The reference keeps the fp32 masters of the checkpoint.
+    # The reference loads fp32 masters from the checkpoint.
     if reload.weights_only and scenario.model.dtype != "fp32":
         yield Problem(
             path="reload.weights_only",
-            message="DeepSpeed makes masters from the params if it loads no optimizer state, "
-            f"expected fp32, got {scenario.model.dtype}.",
+            message="expected fp32, because DeepSpeed makes masters from the params if it loads no "
+            f"optimizer state, got {scenario.model.dtype}.",
             suggestion="Remove it, or try fp32.",
         )
     if reload.weights_only and stage == 3:
         yield Problem(
             path="reload.weights_only",
-            message="DeepSpeed's stage 3 then builds the weights from all ranks' files with its "
+            message="DeepSpeed's stage 3 would build the weights from all ranks' files with its "
             "script zero_to_fp32, which is not judged.",
             suggestion="Remove it, or try stage 2.",
         )
@@ -102,14 +102,14 @@ def _reloaded(scenario: Scenario, *, stage: int, universal: bool) -> Iterator[Pr
 
 def known_to_go_wrong(scenario: Scenario, *, stage: int) -> Iterator[Problem]:
     """Yield fields of a case that are known to go wrong at a stage."""
-    # scenarios/upstream/deepspeed-loss-scaled. These two models return predictions; the forward of
-    # the others returns the loss itself.
+    # scenarios/upstream/deepspeed-loss-scaled. These two models return predictions from forward,
+    # the others return the loss.
     is_loss = scenario.model.name not in ("mlp", "transformer-260")
     if stage == 0 and is_loss and scenario.run.micro_batches > 1:
         yield Problem(
             path="run.micro_batches",
-            message="DeepSpeed 0.19.8 divides the gradient by their number if the module's "
-            f"output is the loss, whatever scale_wrt_gas is. {UPSTREAM}",
+            message="DeepSpeed 0.19.8 divides gradients by the number of micro-batches if the "
+            f"module returns the loss, even if scale_wrt_gas is False. {UPSTREAM}",
             suggestion="Try the model mlp.",
         )
     # scenarios/upstream/deepspeed-scale-growth.
@@ -117,8 +117,8 @@ def known_to_go_wrong(scenario: Scenario, *, stage: int) -> Iterator[Problem]:
     if scale is not None and scale.growth_interval <= steps:
         yield Problem(
             path="optimizer.loss_scale.growth_interval",
-            message="DeepSpeed 0.19.8 divides gradients by the scale of the next step if the scale "
-            f"grows, expected an interval of more than {steps} steps, got "
+            message=f"expected an interval of more than {steps} steps, because DeepSpeed 0.19.8 "
+            "divides gradients by the next step's scale if the scale grows, got "
             f"{scale.growth_interval}. {UPSTREAM}",
             suggestion=f"Try {steps + 1}.",
         )
@@ -133,17 +133,17 @@ def _whole_halves(scenario: Scenario) -> Iterator[Problem]:
     if spec.loss_scale is not None:
         yield Problem(
             path="optimizer.loss_scale",
-            message="DeepSpeed 0.19.8 divides gradients by it at stage 0 and does not multiply "
-            f"the loss with it. {UPSTREAM}",
+            message="DeepSpeed 0.19.8 divides gradients by it at stage 0, but does not multiply "
+            f"the loss by it. {UPSTREAM}",
             suggestion="Remove it, or try stage 1.",
         )
-    # A step with gradients of zero changes nothing in plain SGD.
+    # In plain SGD, a step with zero gradients changes nothing.
     decays = decays_weights(spec)
     if spec.name != "sgd" or decays:
         yield Problem(
             path="optimizer.name",
-            message="DeepSpeed 0.19.8 steps once with gradients of zero when it begins in "
-            f"{scenario.model.dtype} at stage 0, which counts as a step and decays weights. "
+            message=f"in {scenario.model.dtype} at stage 0, DeepSpeed 0.19.8 starts with a step on "
+            "zero gradients, which counts as a step and decays weights. "
             f"{UPSTREAM}",
             suggestion="Try sgd without weight decay, or stage 1.",
         )
@@ -152,11 +152,11 @@ def _whole_halves(scenario: Scenario) -> Iterator[Problem]:
 _ADAMS = ("adamw", "adam", "radam")
 """Optimizers whose state is exp_avg and exp_avg_sq."""
 _ALIGNED = 2
-"""Elements to which stages 1 and 2 round up a rank's part of a param group."""
+"""Alignment, in elements, of a rank's part of a param group in stages 1 and 2."""
 
 
 def why_not_universal(scenario: Scenario) -> Iterator[Problem]:
-    """Yield fields of a case that universal checkpoints do not support."""
+    """Yield fields that universal checkpoints do not support."""
     if scenario.reload is None:
         return
     if scenario.optimizer.name not in _ADAMS:
@@ -191,26 +191,26 @@ def universal_goes_wrong(scenario: Scenario, *, stage: int) -> Iterator[Problem]
     if stage == 3 and len(elems) > 1:
         yield Problem(
             path="optimizer.groups",
-            message="DeepSpeed 0.19.8 gives all param groups the settings of the first one, and "
-            f"one counter of steps, when stage 3 loads a universal checkpoint. {UPSTREAM}",
+            message="when stage 3 loads a universal checkpoint, DeepSpeed 0.19.8 gives all param "
+            f"groups the first group's settings and a single step counter. {UPSTREAM}",
             suggestion="Remove them, or try stage 2.",
         )
     if stage == 3 and _may_be_before_all_steps(scenario, step=reload.step):
         yield Problem(
             path="reload.step",
-            message="DeepSpeed 0.19.8 raises when it makes a universal checkpoint of stage 3 and "
-            "all steps before were skipped, as any step may be in fp16. "
+            message="DeepSpeed 0.19.8 raises when it makes a universal checkpoint at stage 3 if "
+            "all steps before it were skipped, as any step may be in fp16. "
             f"{UPSTREAM}",
             suggestion="Try more steps before it, or bf16.",
         )
-    # The smallest group is the first to leave a rank without a part.
+    # The smallest group runs out of parts first.
     few = min(elems.values())
     if stage < 3 and _has_none(few, ranks=ranks):
         yield Problem(
             path="reload.world_size",
-            message="DeepSpeed 0.19.8 raises if a rank that loads a universal checkpoint has no "
-            f"part of a param group, expected fewer than {ranks} ranks for one of {few} elements. "
-            f"{UPSTREAM}",
+            message=f"expected fewer than {ranks} ranks for a param group of {few} elements, "
+            "because DeepSpeed 0.19.8 raises if a rank that loads a universal checkpoint has no "
+            f"part of a group. {UPSTREAM}",
             suggestion="Try fewer ranks or larger params.",
         )
 
@@ -223,7 +223,7 @@ def _may_be_before_all_steps(scenario: Scenario, *, step: int) -> bool:
 
 
 def _elems_of_groups(scenario: Scenario) -> dict[int, int]:
-    """Return the elements of each param group with params, by its index."""
+    """Return the number of elements in each nonempty param group, by index."""
     elems: dict[int, int] = {}
     for name, shape in params_of(scenario.model):
         index = group_index(scenario.optimizer, name)

@@ -1,9 +1,9 @@
-"""One rank of DeepSpeed's engine: its config, and the places of gradients, masters and state.
+"""DeepSpeed's engine on a rank: its config, and where gradients, masters and state are.
 
 [Note: universal checkpoints]
-They have a folder for each param with its whole fp32 master, `exp_avg` and `exp_avg_sq`, and one
-file with the settings of the optimizer. Any number of ranks can load them. The script converts
-these two states and no others.
+They have a folder for each param with its whole fp32 master, `exp_avg` and `exp_avg_sq`, and a file
+with the optimizer's settings. Any number of ranks can load them. DeepSpeed's script converts no
+other state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zero_sim.targets.protocol import OwnedPart, Place, Settings, StepResult
 from zero_sim.targets.torch.optim import LearningRates, flat_state, plain_optimizer
 
 _ALL = 500_000_000
-"""Elements of a bucket that contains any model here."""
+"""Bucket size that holds any model here."""
 
 
 def config_of(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,8 +34,8 @@ def config_of(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) -> 
 
     Args:
         scenario: A case that the target does not refuse.
-        stage: Stage of ZeRO.
-        options: The value of each option.
+        stage: ZeRO stage.
+        options: Values of all options.
     """
     system = scenario.system
     zero: dict[str, Any] = {
@@ -47,7 +47,7 @@ def config_of(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) -> 
         "allgather_bucket_size": 2 * (system.gather_chunk_elems or _ALL),  # an even number
         "stage3_param_persistence_threshold": 0 if system.reshard_after_forward else _ALL,
         "stage3_prefetch_bucket_size": _ALL if system.prefetch is None else system.prefetch,
-        # Otherwise stage 3 replaces torch's linear for the rest of the process.
+        # If True, stage 3 replaces torch's linear for the rest of the process.
         "memory_efficient_linear": False,
     }
     wire, wide = options["communication"], options.get("accumulation", "param")
@@ -79,7 +79,7 @@ def _half(scenario: Scenario) -> dict[str, Any]:
         half |= {
             "loss_scale": 0,
             "initial_scale_power": int(math.log2(scale.initial)),
-            # DeepSpeed's scale first grows one step after its window, hence minus 1.
+            # Minus 1, because DeepSpeed's scale first grows one step after its window.
             "loss_scale_window": max(1, scale.growth_interval - 1),
             "hysteresis": 1,
             "min_loss_scale": 1,
@@ -91,7 +91,7 @@ _TAG, _UNIVERSAL = "saved", "universal"
 
 
 class DeepSpeedEngine:
-    """One rank of DeepSpeed's engine.
+    """DeepSpeed's engine on a rank.
 
     Args:
         module: The model.
@@ -123,26 +123,26 @@ class DeepSpeedEngine:
         self._reduced: dict[str, Tensor] = {}
 
     def zero_grad(self) -> None:
-        """Reset gradients of a step that did not end; `step` of the engine resets all others."""
+        """Reset gradients of an unfinished step; the engine's `step` resets all others."""
         self._engine.zero_grad()
 
     def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
         """Run backward for one micro-batch."""
         # Scenarios do not divide losses by the number of micro-batches.
         self._engine.backward(loss, scale_wrt_gas=False)
-        # DeepSpeed counts micro-batches by calls of its `step`, which updates at the last one.
+        # DeepSpeed counts micro-batches by calls to its `step`, and updates in the last call.
         if not last_micro:
             self._engine.step()
 
     def step(self, *, lr_factor: float) -> StepResult:
         """Update the params."""
-        # Gradients and scale are read first, because the engine's `step` changes both.
+        # Read gradients and scale first, because the engine's `step` changes both.
         self._reduced = self._parts.gradients()
         scale = getattr(self._optimizer, "loss_scale", 1.0) if self._scales else None
         self._rates.scale(lr_factor)
         self._engine.step()
         skipped = bool(getattr(self._optimizer, "overflow", False))
-        # For a skipped step this is inf, also if a gradient was NaN.
+        # Infinite for a skipped step, even if a gradient was NaN.
         norm = self._engine.get_global_grad_norm() if self._clips else None
         return StepResult(
             norm=None if norm is None else torch.as_tensor(norm).float(),
@@ -154,12 +154,12 @@ class DeepSpeedEngine:
         """Return whole working params, which stage 3 gathers."""
         if not self._is_gathered:
             return {name: param.detach() for name, param in self._params.items()}
-        # Copies, because params are resharded at the end of the block.
+        # Copies, because params are resharded when the context exits.
         with import_deepspeed().zero.GatheredParameters(list(self._params.values())):
             return {name: param.detach().clone() for name, param in self._params.items()}
 
     def parts(self) -> Iterator[OwnedPart]:
-        """Yield the parts of masters and state on this rank."""
+        """Yield this rank's parts of masters and state."""
         yield from self._parts.owned(self._reduced)
 
     def settings(self) -> Settings:
@@ -167,7 +167,7 @@ class DeepSpeedEngine:
         scaler = getattr(self._optimizer, "loss_scaler", None)
         if not self._scales or scaler is None:
             return Settings(params={})
-        # `cur_iter` counts steps, and `last_overflow_iter` is an index, -1 at first.
+        # `cur_iter` counts steps, but `last_overflow_iter` is an index, -1 at first.
         good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
         return Settings(params={}, loss_scale=scaler.cur_scale, good_steps=good_steps)
 
@@ -175,7 +175,7 @@ class DeepSpeedEngine:
         """Save a checkpoint; with option `universal`, the first rank converts it."""
         self._engine.save_checkpoint(str(path), tag=_TAG)
         if self._is_universal:
-            # The conversion needs the files of all ranks, and no rank may load before its end.
+            # The conversion needs all ranks' files, and no rank may load before it ends.
             torch.distributed.barrier()
             if torch.distributed.get_rank() == 0:
                 convert(path / _TAG, path / _UNIVERSAL)
@@ -188,24 +188,24 @@ class DeepSpeedEngine:
 
 
 def import_deepspeed() -> Any:
-    """Import DeepSpeed for the CPU, without kernels that it would compile."""
-    # In every step it calls names of torch that newer versions of torch deprecate.
+    """Import DeepSpeed for the CPU, without kernels that it would have to compile."""
+    # DeepSpeed calls deprecated torch functions in every step.
     warnings.filterwarnings("ignore", ".*torch.distributed.* is deprecated", FutureWarning)
     import deepspeed  # pyrefly: ignore
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # Its shared-memory reduction takes half a minute to compile, and is not used here.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # It answers by kernels of oneDNN, but torch computes in fp16 on CPUs without them, too.
+    # DeepSpeed requires oneDNN kernels for fp16, but torch also computes in fp16 without them.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     return deepspeed
 
 
 class Parts(Protocol):
-    """Gradients, masters and state of a stage."""
+    """A stage's gradients, masters and state."""
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return copies of reduced gradients, 1-D; called right before a step."""
+        """Return 1-D copies of reduced gradients; called right before a step."""
         ...
 
     def owned(self, gradients: Mapping[str, Tensor]) -> Iterator[OwnedPart]:
@@ -217,9 +217,9 @@ def parts_of(stage: int, *, optimizer: Any, client: Any, params: Mapping[str, An
     """Return the parts of a stage.
 
     Args:
-        stage: Stage of ZeRO.
+        stage: ZeRO stage.
         optimizer: DeepSpeed's optimizer.
-        client: The optimizer of torch that it wraps.
+        client: The torch optimizer that it wraps.
         params: Trained params by name.
     """
     if stage == 0:
@@ -228,11 +228,11 @@ def parts_of(stage: int, *, optimizer: Any, client: Any, params: Mapping[str, An
 
 
 class WholeParts:
-    """Stage 0: whole params, with fp32 copies of 16-bit ones."""
+    """Stage 0: whole params, with fp32 copies of 16-bit params."""
 
     def __init__(self, optimizer: Any, client: Any, params: Mapping[str, nn.Parameter]) -> None:
         self._client, self._params = client, params
-        # From the id of a 16-bit param to its fp32 copy; empty in fp32, where params are stepped.
+        # From a 16-bit param's id to its fp32 copy; empty in fp32, which has no copies.
         copies = {
             id(param): copy
             for group in zip(
@@ -245,14 +245,14 @@ class WholeParts:
         self._masters = {name: copies.get(id(param), param) for name, param in params.items()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the params' own gradients."""
+        """Return the params' gradients."""
         return {
             name: (torch.zeros_like(param) if param.grad is None else param.grad.clone()).flatten()
             for name, param in self._params.items()
         }
 
     def owned(self, gradients: Mapping[str, Tensor]) -> Iterator[OwnedPart]:
-        """Yield every param whole."""
+        """Yield all params whole."""
         for name, master in self._masters.items():
             yield OwnedPart(
                 place=Place(param=name, start=0, stop=master.numel()),
@@ -263,29 +263,29 @@ class WholeParts:
 
 
 class FragmentParts:
-    """Stages 1 and 2: fragments of params in this rank's partition of a group's flat buffer."""
+    """Stages 1 and 2: param fragments in this rank's partition of each group's flat buffer."""
 
     def __init__(self, optimizer: Any, client: Any, params: Mapping[str, Any]) -> None:
         self._optimizer, self._client, self._params = optimizer, client, params
 
     def _mapped(self) -> Iterator[tuple[str, Any, Any]]:
-        # DeepSpeed sets `_hp_mapping` on params of which this rank has a fragment.
+        # DeepSpeed sets `_hp_mapping` on a param if this rank has a fragment of it.
         for name, param in self._params.items():
             mapping = getattr(param, "_hp_mapping", None)
             if mapping is not None:
                 yield name, param, mapping
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return fragments of gradients."""
+        """Return gradient fragments."""
         return {
             name: mapping.get_lp_grad_fragment(param._index_in_param_group).flatten().clone()
             for name, param, mapping in self._mapped()
         }
 
     def owned(self, gradients: Mapping[str, Tensor]) -> Iterator[OwnedPart]:
-        """Yield the fragments of this rank."""
+        """Yield this rank's fragments."""
         for name, _, mapping in self._mapped():
-            # The range in the param, and the range in the flat fp32 partition.
+            # Ranges in the param and in the flat fp32 partition.
             part, own = mapping.lp_fragment_address, mapping.hp_fragment_address
             flat = self._optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
             yield OwnedPart(
@@ -297,14 +297,14 @@ class FragmentParts:
 
 
 class ShardParts:
-    """Stage 3: this rank's equal part of each flattened param; the last parts are padded."""
+    """Stage 3: this rank's part of each flattened param, of equal length on all ranks, padded."""
 
     def __init__(self, optimizer: Any, client: Any, params: Mapping[str, Any]) -> None:
         self._optimizer, self._client, self._params = optimizer, client, params
         self._rank = torch.distributed.get_rank()
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return this rank's parts of gradients, which DeepSpeed returns in fp32."""
+        """Return this rank's gradient parts, in fp32."""
         import deepspeed.utils  # pyrefly: ignore
 
         return {
@@ -315,7 +315,7 @@ class ShardParts:
         }
 
     def owned(self, gradients: Mapping[str, Tensor]) -> Iterator[OwnedPart]:
-        """Yield the parts of this rank."""
+        """Yield this rank's parts."""
         optimizer = self._optimizer
         for name, param in self._params.items():
             count, start = self._own_elems(param), param.ds_tensor.ds_numel * self._rank
@@ -343,10 +343,10 @@ def _state_in(state: Mapping[str, Any], start: int, count: int) -> dict[str, Ten
 
 
 def convert(saved: Path, universal: Path) -> None:
-    """Convert a checkpoint that all ranks have saved to a universal one; one rank calls it.
+    """Convert a saved checkpoint to a universal checkpoint. Call it on a single rank.
 
     Args:
-        saved: Folder of the checkpoint, with the tag.
+        saved: Checkpoint folder, including the tag.
         universal: Folder to write.
     """
     from deepspeed.checkpoint import ds_to_universal  # pyrefly: ignore
@@ -354,12 +354,12 @@ def convert(saved: Path, universal: Path) -> None:
     asked = Namespace(
         input_folder=str(saved),
         output_folder=str(universal),
-        # One worker runs in this process.
+        # A single worker runs in this process.
         num_extract_workers=1,
         num_merge_workers=1,
         keep_temp_folder=False,
         strict=True,
-        # Only Megatron-DeepSpeed and AutoTP write this state; the script adds it for all others.
+        # Only Megatron-DeepSpeed and AutoTP write this state, so let the script add it.
         inject_missing_state=True,
     )
     # The script prints its progress.

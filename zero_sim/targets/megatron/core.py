@@ -1,6 +1,6 @@
-"""Megatron-Core's DistributedDataParallel with its plain and its distributed optimizer.
+"""Megatron-Core's DistributedDataParallel with its plain or distributed optimizer.
 
-Gradients accumulate in flat buffers, in backward order. If the optimizer is distributed, each param
+Gradients accumulate in flat buffers in backward order. With the distributed optimizer, each param
 is padded to 64 elements.
 """
 
@@ -24,11 +24,11 @@ from zero_sim.targets.torch.optim import flat_state
 
 
 class MegatronEngine:
-    """One rank of Megatron-Core's DDP and an optimizer of its own.
+    """Megatron-Core's DDP and optimizer on a rank.
 
     Args:
         module: The model.
-        scenario: The case, of which `optimizer` and `system` are read.
+        scenario: The case; only its `optimizer` and `system` are read.
     """
 
     def __init__(self, module: nn.Module, *, scenario: Scenario) -> None:
@@ -50,7 +50,7 @@ class MegatronEngine:
         self._lr = scenario.optimizer.lr
         self._params = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._ddp = DistributedDataParallel(
-            # Required, although nothing in it describes the module.
+            # Required, although it does not describe the module.
             TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1),
             DistributedDataParallelConfig(
                 use_distributed_optimizer=self._sharded,
@@ -81,7 +81,7 @@ class MegatronEngine:
         """Run backward; after the last micro-batch, finish the reductions."""
         with self._unsynced:
             loss.backward()
-        # With `overlap_grad_reduce` this waits; without, it starts the reductions.
+        # Waits for reductions in flight with `overlap_grad_reduce`, else starts them.
         if last_micro:
             self._ddp.finish_grad_sync()
 
@@ -97,13 +97,13 @@ class MegatronEngine:
         return {name: param.detach() for name, param in self._params.items()}
 
     def parts(self) -> Iterator[OwnedPart]:
-        """Yield the parts that this rank steps: all params, or its shards of all buckets."""
+        """Yield the parts that this rank steps: all params, or its shard of each bucket."""
         steps = dict(self._stepped())
         for name, param in self._params.items():
             if id(param) not in steps:
                 continue
             start, stop, master = steps[id(param)]
-            # `main_grad` is the param's view of the gradient buffer, in the shape of the param.
+            # `main_grad` is a view of the gradient buffer in the param's shape.
             yield OwnedPart(
                 place=Place(param=name, start=start, stop=stop),
                 grad=param.main_grad.detach().reshape(-1)[start:stop],  # pyrefly: ignore
@@ -112,7 +112,7 @@ class MegatronEngine:
             )
 
     def _stepped(self) -> Iterator[tuple[int, tuple[int, int, Tensor]]]:
-        """Yield the id of each param, its range that this rank steps, and the master."""
+        """Yield each param's id, the range that this rank steps, and the master."""
         if not self._sharded:
             yield from ((id(param), (0, param.numel(), param)) for param in self._params.values())
             return
@@ -125,7 +125,7 @@ class MegatronEngine:
 
 
 def _settings(spec: OptimizerSpec) -> dict[str, Any]:
-    """Return the settings of a scenario's optimizer under Megatron's names."""
+    """Return the scenario's optimizer settings under Megatron's names."""
     return {
         "optimizer": "adam",
         "lr": spec.lr,
@@ -138,12 +138,12 @@ def _settings(spec: OptimizerSpec) -> dict[str, Any]:
 
 
 class MegatronCore:
-    """Megatron-Core's DDP on fp32 params, at stage 1 with its DistributedOptimizer."""
+    """Megatron-Core's DDP on fp32 params, with DistributedOptimizer at stage 1."""
 
     name = "megatron-core"
     library = Library(package="megatron.core", extra="megatron", judged="megatron-core==0.16.1")
-    # All globals of the module: 35 differ by rank, which `zero-sim doctor --target` lists. The
-    # library calls `torch.cuda` on every machine.
+    # All of the module's globals, because 35 of them differ by rank, as `zero-sim doctor --target`
+    # shows. The library calls `torch.cuda` on every machine.
     rank_local = RankLocal(names=("megatron.core.parallel_state:*",), cuda_is_cpu=True)
     capabilities = Capabilities(
         stages=(0, 1),
@@ -160,8 +160,8 @@ class MegatronCore:
         ),
     )
     numerics = Numerics(
-        # The accumulated gradient is multiplied by 1 / ranks and summed: by an all-reduce, or at
-        # stage 1 by a reduce-scatter of each bucket, whose shards the ranks step.
+        # The accumulated gradient is multiplied by 1 / ranks and then summed, at stage 0 by an
+        # all-reduce, at stage 1 by a reduce-scatter of each bucket.
         divide="premul-fp32",
         divide_by="ranks",
         sync="last",

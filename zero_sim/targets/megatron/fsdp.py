@@ -1,13 +1,13 @@
-"""Megatron-FSDP (the package megatron-fsdp) under a plain optimizer of torch.
+"""Megatron-FSDP (the package megatron-fsdp) with a plain torch optimizer.
 
-`system.stage` is `zero_dp_strategy`, from `no_shard` to `optim_grads_params`. `system.redundancy`
-is HSDP, whose outer dimension replicates.
+`system.stage` sets `zero_dp_strategy`, from `no_shard` to `optim_grads_params`. `system.redundancy`
+sets HSDP's outer dimension, which replicates.
 
 [Note: Megatron-FSDP's dtypes]
-Gradients are summed in `grad_comm_dtype` and accumulate in `main_grads_dtype`: before the sum if
-gradients are not sharded or a shard group has one rank, else after the sum of each micro-batch.
-Both dtypes default to the params'. A wider gradient is not rounded before it is added to a narrower
-one.
+Gradients are summed in `grad_comm_dtype` and accumulated in `main_grads_dtype`; both default to the
+params' dtype. If gradients are not sharded, or a shard group has a single rank, they accumulate
+before the sum, else after the sum of each micro-batch. If the added gradient is wider than the
+accumulated gradient, it is not rounded first.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ def numerics_for(scenario: Scenario, chosen: Any) -> Numerics:
     """Return the arithmetic of a case.
 
     Args:
-        scenario: The case, as the target gets it.
-        chosen: The value of each option.
+        scenario: The target's case.
+        chosen: Values of all options.
     """
     accumulated, summed = _dtypes(scenario, chosen)
     is_scattered, in_blocks = scenario.system.stage > 1, scenario.system.redundancy > 1
     return Numerics(
-        # Each gradient times the fp32 reciprocal of the ranks, then the sum; or, with
-        # `average_in_collective`, AVG.
+        # With `average_in_collective`, AVG. Otherwise gradients are multiplied by the fp32
+        # reciprocal of the number of ranks and then summed.
         divide="avg" if chosen["average"] else "premul-fp32",
         divide_by="ranks",
         divide_each="round" if chosen["average"] and is_scattered else "step",
-        # Stages 2 and 3 sum every micro-batch. With HSDP these are sums of shard groups, which are
-        # summed over the replicas at the end.
+        # Stages 2 and 3 sum every micro-batch. With HSDP they sum within shard groups, and over the
+        # replicas at the end.
         sync=("every-in-block" if in_blocks else "every") if is_scattered else "last",
         grad_dtype="param",
         accumulate_dtype=_of_params(accumulated, scenario),
@@ -59,14 +59,14 @@ def numerics_for(scenario: Scenario, chosen: Any) -> Numerics:
 
 
 def _dtypes(scenario: Scenario, chosen: Any) -> tuple[Any, Any]:
-    """Return the dtype in which gradients accumulate, and the one in which they are summed."""
+    """Return the dtypes in which gradients are accumulated and summed."""
     own, main, wire = scenario.model.dtype, chosen["main_grads"], chosen["communication"]
     accumulated = own if main == "param" else main
     return accumulated, accumulated if wire == "param" else wire
 
 
 def _of_params(dtype: str, scenario: Scenario) -> Any:
-    """Return a dtype for a declaration: `param` if it is the params', else its name."""
+    """Return a dtype's name in a declaration: `param` for the params' dtype."""
     return "param" if dtype == scenario.model.dtype else dtype
 
 
@@ -75,15 +75,15 @@ def _is_wider(one: str, other: str) -> bool:
 
 
 def without_rule(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
-    """Yield fields of a case without a rule to declare; arguments as for `numerics_for`."""
+    """Yield fields for which no rule can be declared; arguments as for `numerics_for`."""
     accumulated, summed = _dtypes(scenario, chosen)
-    # Dtype of the gradients that are accumulated: sums if they are sharded, else local gradients.
+    # Sharded systems accumulate sums over ranks, others accumulate local gradients.
     added = summed if _is_scattered(scenario) else scenario.model.dtype
     if _is_wider(added, accumulated) and scenario.run.micro_batches > 1:
         yield Problem(
             path="run.micro_batches",
-            message=f"Megatron-FSDP adds {added} gradients, not rounded to {accumulated}, to those "
-            f"accumulated in {accumulated}, for which no rule can be declared.",
+            message=f"Megatron-FSDP adds {added} gradients, not rounded to {accumulated}, to "
+            f"gradients accumulated in {accumulated}, for which no rule can be declared.",
             suggestion="Try one micro-batch, or remove option main_grads.",
         )
     if _is_wider(summed, accumulated):
@@ -96,21 +96,21 @@ def without_rule(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
     if scenario.system.redundancy > 1 and summed != accumulated:
         yield Problem(
             path="system.redundancy",
-            message=f"Megatron-FSDP adds sums of shard groups in {summed} in {accumulated}, then "
+            message=f"Megatron-FSDP adds the {summed} sums of shard groups in {accumulated}, then "
             "sums over the replicas, for which no rule can be declared.",
             suggestion="Remove option communication.",
         )
     if chosen["main_params"] == "param" and (scenario.model.dtype, accumulated) != ("fp32", "fp32"):
         yield Problem(
             path="system.options",
-            message="expected params and gradients of fp32 with option main_params = param, "
-            "because masters would not be fp32.",
+            message="expected fp32 params and gradients with option main_params = param, because "
+            "masters would not be fp32.",
             suggestion="Remove it.",
         )
 
 
 def known_to_go_wrong(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
-    """Yield fields of a case that are known to go wrong; arguments as for `numerics_for`."""
+    """Yield fields that are known to go wrong; arguments as for `numerics_for`."""
     system, spec = scenario.system, scenario.optimizer
     # scenarios/upstream/megatron-fsdp-reduced-twice.
     if system.stage < 2 and not chosen["overlap_grads"]:
@@ -120,26 +120,26 @@ def known_to_go_wrong(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
             f"overlap_grad_reduce is off. {UPSTREAM}",
             suggestion="Remove option overlap_grads.",
         )
-    # scenarios/upstream/megatron-fsdp-initial-step. In plain SGD, a step with gradients of zero
+    # scenarios/upstream/megatron-fsdp-initial-step. In plain SGD, a step with zero gradients
     # changes nothing.
     if chosen["shard_optimizer"] and (spec.name != "sgd" or decays_weights(spec)):
         yield Problem(
             path="system.options",
-            message="megatron-fsdp 0.6.1 steps once with gradients of zero in "
-            "fully_shard_optimizer, which counts as a step and decays weights, expected sgd "
-            f"without weight decay, got {spec.name}. {UPSTREAM}",
+            message="expected sgd without weight decay, because megatron-fsdp 0.6.1 steps once "
+            "with zero gradients in fully_shard_optimizer, which counts as a step and decays "
+            f"weights, got {spec.name}. {UPSTREAM}",
             suggestion="Remove option shard_optimizer.",
         )
-    # scenarios/upstream/megatron-fsdp-rows: elements in a row of each param. Rows of one element
-    # fit beside any others.
+    # scenarios/upstream/megatron-fsdp-rows: row lengths of all params. Rows of one element fit
+    # beside all others.
     rows = {prod(shape[1:]) for shape in scenario.model.shapes or ()} - {1}
     if system.stage and len(rows) > 1:
         yield Problem(
             path="model.shapes",
-            message="megatron-fsdp 0.6.1 cuts rows of params in two if one bucket has params with "
-            f"rows of several lengths, and raises, expected one length, got "
-            f"{', '.join(map(str, sorted(rows)))}. {UPSTREAM}",
-            suggestion="Try one, or stage 0.",
+            message="expected equal row lengths, because megatron-fsdp 0.6.1 cuts a row in two and "
+            f"raises if row lengths in a bucket differ, got {', '.join(map(str, sorted(rows)))}. "
+            f"{UPSTREAM}",
+            suggestion="Try one length, or stage 0.",
         )
     if system.stage > 1 and not _is_scattered(scenario):
         yield from _in_one_shard(scenario, chosen)
@@ -147,12 +147,12 @@ def known_to_go_wrong(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
 
 def _is_scattered(scenario: Scenario) -> bool:
     """Return True if gradients are scattered."""
-    # In a shard group of one rank they stay whole.
+    # Gradients stay whole in a shard group with a single rank.
     return scenario.system.stage > 1 and scenario.world.size > scenario.system.redundancy
 
 
 def _in_one_shard(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
-    """Yield problems of stages 2 and 3 if a shard group has one rank."""
+    """Yield problems of stages 2 and 3 with a single rank in each shard group."""
     # scenarios/upstream/megatron-fsdp-doubled and megatron-fsdp-scaled-again.
     accumulated, summed = _dtypes(scenario, chosen)
     if accumulated != summed:
@@ -181,11 +181,11 @@ class MegatronFSDP:
     """Megatron-FSDP; the stage is its `zero_dp_strategy`.
 
     Args:
-        as_is: True to accept also cases that are known to go wrong, as in scenarios/upstream.
+        as_is: True to also accept cases that are known to go wrong, as in scenarios/upstream.
     """
 
     library = Library(package="megatron_fsdp", extra="megatron-fsdp", judged="megatron-fsdp==0.6.1")
-    # No names: its modules keep no state of a rank. It calls `torch.cuda` on every machine.
+    # No names, because its modules keep no state of a rank. It calls `torch.cuda` on every machine.
     rank_local = RankLocal(cuda_is_cpu=True)
     options = {  # noqa: RUF012
         "main_params": Option(default="fp32", values=("param",)),
@@ -199,7 +199,7 @@ class MegatronFSDP:
     }
     capabilities = Capabilities(
         stages=(0, 1, 2, 3),
-        # It cuts params by rows, which a scalar lacks, and so does a param without elements.
+        # It cuts params by rows, but scalars and empty params have none.
         scalar_params=False,
         empty_params=False,
         dtypes=("fp32", "bf16"),

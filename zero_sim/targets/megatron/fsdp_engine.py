@@ -1,4 +1,4 @@
-"""One rank of Megatron-FSDP and an optimizer of torch."""
+"""Megatron-FSDP and a torch optimizer on a rank."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class MegatronFSDPEngine:
-    """One rank of Megatron-FSDP, whose units are the classes of children with params.
+    """Megatron-FSDP on a rank. Its units are the classes of children with params.
 
     Args:
         module: The model.
-        scenario: The case, of which `optimizer` and `system` are read.
-        options: The value of each option.
+        scenario: The case; only its `optimizer` and `system` are read.
+        options: Values of all options.
         as_is: True to omit workarounds for known divergences, as in scenarios/upstream.
     """
 
@@ -53,7 +53,7 @@ class MegatronFSDPEngine:
         self._optimizer = plain_optimizer(
             scenario.optimizer, {name: self._params[name] for name in self._names}
         )
-        # Without overlap, 0.6.1 gathers no updated params below stage 3: see
+        # Without overlap, 0.6.1 does not gather updated params below stage 3: see
         # scenarios/upstream/megatron-fsdp-stale-params.
         overlaps = options["overlap_gathers"] or self._stage == 3
         self._gathers_by_hand = not (overlaps or as_is)
@@ -68,8 +68,8 @@ class MegatronFSDPEngine:
         self._optimizer.zero_grad()
 
     def start_micro_batch(self, *, last: bool) -> None:
-        """Announce if gradients must be reduced after this micro-batch's backward."""
-        # The two ways that the library documents.
+        """Announce if gradients must be reduced in this micro-batch's backward."""
+        # The library documents both ways.
         if self._options["synced_by_hand"]:
             self._fsdp.set_model_auto_sync(False)
             self._fsdp.is_last_microbatch = last
@@ -89,7 +89,7 @@ class MegatronFSDPEngine:
         self._reduced = grads_to_tell(self._spec, present)
         self._rates.scale(lr_factor)
         self._optimizer.step()
-        # `fully_shard_optimizer` does this in the optimizer's `step`.
+        # With `fully_shard_optimizer`, the optimizer's `step` does this.
         if not self._options["shard_optimizer"]:
             self._fsdp.install_optimized_model_weights()
         if self._gathers_by_hand:
@@ -98,7 +98,7 @@ class MegatronFSDPEngine:
 
     def params(self) -> Mapping[str, Tensor]:
         """Return whole working params, gathered by bucket."""
-        # From the buckets, because at stage 3 the module's params are sharded.
+        # Read the buckets, because the module's params are sharded at stage 3.
         found = {}
         for group in self._buffer.parameter_groups:
             buffer = group.model_weight_buffer
@@ -113,7 +113,7 @@ class MegatronFSDPEngine:
         return {name: found[name] for name in self._names}
 
     def _whole(self, buffer: Any) -> Tensor:
-        # [elems of the bucket / ranks] to [elems of the bucket]
+        # [bucket elems / ranks] to [bucket elems]
         shard = buffer.get_shard_from_local_buffer()
         whole = shard.new_empty(buffer.bucket_index.size)
         torch.distributed.all_gather_into_tensor(whole, shard, group=buffer.data_parallel_group)
@@ -147,21 +147,21 @@ _REPLICAS, _SHARDS, _TENSOR = "replicas", "shards", "tp"
 def wrapped(
     module: nn.Module, *, system: SystemSpec, options: Mapping[str, OptionValue], as_is: bool
 ) -> Any:
-    """Return the sharded module, with the classes of its children with params as units.
+    """Return the sharded module. Its units are the classes of children with params.
 
     Args:
         module: The model.
-        system: Settings of the case, of which `stage` and `redundancy` are read.
-        options: The value of each option.
+        system: `scenario.system`; only `stage` and `redundancy` are read.
+        options: Values of all options.
         as_is: True to omit workarounds for known divergences.
     """
     library = import_megatron_fsdp()
     device = next((param.device for param in module.parameters()), torch.device("cpu"))
-    # The model's own class if it has the params itself.
+    # The model's own class if there are no such children.
     units = {type(child) for _, child in called_children(module)} or {type(module)}
     mesh = _mesh(system.redundancy, device.type)
     if options["average"] and not as_is:
-        # Without this mesh 0.6.1 fails, even without experts: see
+        # 0.6.1 fails without this mesh, even if there are no experts: see
         # scenarios/upstream/megatron-fsdp-average.
         mesh["expt_device_mesh"] = mesh["device_mesh"]
     sharded = library.fully_shard_model(
@@ -181,14 +181,14 @@ def wrapped(
         overlap_param_gather=bool(options["overlap_gathers"]),
         average_in_collective=bool(options["average"]),
     )
-    # Only NCCL has a sum that multiplies first. `fully_shard_model` has no argument for this.
+    # Only NCCL can multiply before it sums. `fully_shard_model` has no argument for this.
     sharded.ddp_config.gradient_reduce_div_fusion = False
     return sharded
 
 
 def import_megatron_fsdp() -> Any:
-    """Import megatron_fsdp as if Megatron-Core was not installed."""
-    # It would use a class of Megatron-Core that 0.16.1 has in another form.
+    """Import megatron_fsdp as if Megatron-Core were not installed."""
+    # Otherwise it would use a Megatron-Core class that has changed in 0.16.1.
     warnings.filterwarnings("ignore", module=r"(torch|megatron_fsdp)\..*")
     logging.getLogger("megatron_fsdp").setLevel(logging.ERROR)
     hidden = {name: sys.modules[name] for name in list(sys.modules) if _is_of_core(name)}
@@ -220,6 +220,6 @@ def _mesh(blocks: int, device: str) -> dict[str, Any]:
         return {"device_mesh": mesh}
     names = (_REPLICAS, _SHARDS, _TENSOR)
     mesh: DeviceMesh = init_device_mesh(device, (blocks, ranks // blocks, 1), mesh_dim_names=names)
-    # HSDP needs the group of all ranks as well.
+    # HSDP also needs a group of all ranks.
     everyone = mesh[(_REPLICAS, _SHARDS)]._flatten("everyone").get_group()
     return {"device_mesh": mesh, "dp_outer_dim": _REPLICAS, "hybrid_fsdp_group": everyone}

@@ -1,4 +1,4 @@
-"""Distributed checkpoints in the manner of torch's documentation: `get_state_dict` and `save`."""
+"""Distributed checkpoints, as in torch's documentation: `get_state_dict` and `save`."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from torch.optim import Optimizer
 
 
 def save(module: nn.Module, optimizer: Optimizer, path: Path) -> None:
-    """Save params and optimizer state; every rank of the world calls it.
+    """Save params and optimizer state. Every rank in the world must call it.
 
     Args:
         module: A module with sharded params.
         optimizer: The optimizer of these params.
         path: A folder that does not exist yet.
     """
-    # Imported late, because most cases have no checkpoints.
+    # A late import, because most cases have no checkpoints.
     from torch.distributed import checkpoint
 
     checkpoint.save(_state_of(module, optimizer), checkpoint_id=str(path))
 
 
 def load(module: nn.Module, optimizer: Optimizer, path: Path) -> None:
-    """Load params and optimizer state, resharded to these ranks; every rank of the world calls it.
+    """Load params and optimizer state for these ranks. Every rank in the world must call it.
 
     Args:
         module: As for `save`.
         optimizer: As for `save`.
-        path: Folder of the checkpoint.
+        path: Checkpoint folder, saved by any number of ranks.
     """
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import set_state_dict
 
-    # `checkpoint.load` fills the tensors of this state in place, so it must have all of them.
+    # `checkpoint.load` fills this state's tensors in place, so all of them must exist.
     state = _state_of(module, optimizer)
     checkpoint.load(state, checkpoint_id=str(path))
     set_state_dict(
@@ -45,6 +45,6 @@ def load(module: nn.Module, optimizer: Optimizer, path: Path) -> None:
 def _state_of(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    # Keyed by names of params, not by their index, so ranks with other shards can load it.
+    # Keyed by param name, not by index, so ranks with other shards can load it.
     model_state, optimizer_state = get_state_dict(module, optimizer)
     return {"model": model_state, "optimizer": optimizer_state}

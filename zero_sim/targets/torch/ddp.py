@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel under a plain optimizer or torch's ZeroRedundancyOptimizer."""
+"""torch's DistributedDataParallel with a plain optimizer or torch's ZeroRedundancyOptimizer."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _FOLLOWS = (
     "model.recompute",
     *_TOPOLOGY,
 )  # fmt: skip
-# DDP multiplies the accumulated gradient by 1 / ranks while it copies it into a bucket, and the
-# buckets are summed. Within `no_sync`, gradients accumulate locally.
+# DDP multiplies the accumulated gradient by 1 / ranks while copying it into a bucket, then sums the
+# buckets. Within `no_sync`, gradients accumulate locally.
 NUMERICS = Numerics(
     divide="premul", divide_by="ranks", sync="last", grad_dtype="param",
     grads_told="before-division", norm="of-params", clip="fp32-reciprocal",
 )  # fmt: skip
-"""Arithmetic of DDP without a hook."""
+"""DDP's arithmetic without a comm hook."""
 
 _MEGABYTE = 1 << 20
 _WIRE = {"none": None, "allreduce": None, "bf16-compress": "bf16"}
-"""Dtype of the communication by hook; None for the gradient's."""
+"""Communication dtype by hook; None for the gradient's dtype."""
 
 
 def why_not_static(scenario: Scenario) -> str:
@@ -59,7 +59,7 @@ def why_not_unused(scenario: Scenario) -> str:
     return "DDP finds params unused that a reentrant checkpoint uses in backward, and raises"
 
 
-# `bucket_bytes` of a few elements, because with the default a small model has one bucket.
+# Buckets of a few elements, because with the default a small model has a single bucket.
 OPTIONS: Mapping[str, Option] = {
     "hook": Option(default="none", values=tuple(_WIRE)),
     "bucket_bytes": Option(default=25 * _MEGABYTE, values=(1, 40, 200)),
@@ -70,11 +70,11 @@ OPTIONS: Mapping[str, Option] = {
 
 
 class DDPEngine(WholeParamEngine):
-    """One rank of DDP and an optimizer that updates whole params.
+    """DDP and an optimizer that updates whole params, on a rank.
 
     Args:
-        module: The model, around which DDP is wrapped.
-        scenario: The case, of which `optimizer` is read.
+        module: The model to wrap.
+        scenario: The case; only its `optimizer` is read.
         group: The data-parallel group.
         options: Values of `OPTIONS`; None for the defaults.
     """
@@ -88,11 +88,11 @@ class DDPEngine(WholeParamEngine):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self._spec = scenario.optimizer
-        # Named before the wrapper adds its prefix.
+        # Read names before the wrapper adds its prefix.
         params = {name: param for name, param in module.named_parameters() if param.requires_grad}
         self._ddp = _wrapped(module, group=group, options=options)
         super().__init__(module, self._build_optimizer(params, group), group=group)
-        # Forward must go through the wrapper, because DDP prepares its reductions there.
+        # Run forward through the wrapper, because DDP prepares its reductions there.
         self.module = self._ddp
         self._unsynced = ExitStack()
 
@@ -103,21 +103,21 @@ class DDPEngine(WholeParamEngine):
 
     def start_micro_batch(self, *, last: bool) -> None:
         """Keep DDP from reducing, except in the last micro-batch."""
-        # Here and not in `backward`, because DDP decides in forward if backward will reduce.
+        # Here, not in `backward`, because DDP decides in forward if backward will reduce.
         if not last:
             self._unsynced.enter_context(self._ddp.no_sync())
 
     def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
         """Run backward, during which DDP reduces."""
-        # Leaving this block leaves `no_sync`, if it was entered before forward.
+        # Exits `no_sync` afterwards, if `start_micro_batch` entered it.
         with self._unsynced:
             loss.backward()
 
     def reduce(self) -> None:
-        """Do nothing, because DDP has reduced during backward."""
+        """Do nothing, because DDP reduces during backward."""
 
     def update(self) -> StepResult:
-        """Clip, if the scenario does, and update the params."""
+        """Clip if the scenario does, and update the params."""
         spec, norm = self._spec, None
         if spec.clip_value is not None:
             nn.utils.clip_grad_value_(self.named.values(), spec.clip_value)
@@ -128,7 +128,7 @@ class DDPEngine(WholeParamEngine):
         return StepResult(norm=norm)
 
     def stray_padding(self) -> str:
-        """Return "", because nothing is padded."""
+        """Return "", because DDP has no padding."""
         return ""
 
 
@@ -141,7 +141,7 @@ def _wrapped(
     ddp = nn.parallel.DistributedDataParallel(
         module,
         process_group=group,
-        # None keeps the first bucket at its smaller default; a given size is also the first one's.
+        # None keeps the first bucket's smaller default; a number also sets the first bucket's size.
         bucket_cap_mb=None if size == defaults["bucket_bytes"] else size / _MEGABYTE,
         gradient_as_bucket_view=chosen["bucket_view"],
         static_graph=chosen["static_graph"],
@@ -158,22 +158,22 @@ def _hook(name: str) -> Any:
     if name == "allreduce":
         return default_hooks.allreduce_hook
 
-    # DDP recognises `bf16_compress_hook` by its name, and refuses it without NCCL.
+    # A wrapper, because DDP recognizes `bf16_compress_hook` by name and refuses it without NCCL.
     def compress(group: Any, bucket: Any) -> Any:
         return default_hooks.bf16_compress_hook(group, bucket)
 
-    # DDP compares the annotations with types, and here they are strings.
+    # DDP compares annotations with types, but in this module they are strings.
     compress.__annotations__ = default_hooks.bf16_compress_hook.__annotations__
     return compress
 
 
 class ZeroRedundancyEngine(DDPEngine):
-    """One rank of DDP and torch's ZeroRedundancyOptimizer, which assigns whole params to ranks."""
+    """DDP and torch's ZeroRedundancyOptimizer, which assigns whole params to ranks."""
 
     def _build_optimizer(
         self, params: Mapping[str, nn.Parameter], group: ProcessGroup
     ) -> Optimizer:
-        # Imported late, because it takes a tenth of a second.
+        # A late import, because it takes a tenth of a second.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         self._sharded = ZeroRedundancyOptimizer(
@@ -185,14 +185,14 @@ class ZeroRedundancyEngine(DDPEngine):
         return self._sharded
 
     def owns(self, name: str) -> bool:
-        """Return True if this rank's local optimizer steps the param of a name."""
-        # `optim` is the local optimizer, which has only the params that this rank owns.
+        """Return True if this rank's local optimizer steps a param."""
+        # `optim` is the local optimizer, which only has this rank's params.
         groups = self._sharded.optim.param_groups
-        # By identity, because == of tensors compares elements.
+        # Compare identity, because == compares elements.
         return any(self.named[name] is param for group in groups for param in group["params"])
 
     def state_of(self, param: nn.Parameter) -> Mapping[str, Any]:
-        """Return the local optimizer's state of a param."""
+        """Return the local optimizer's state for a param."""
         return self._sharded.optim.state.get(param, {})
 
 
@@ -200,7 +200,7 @@ class TorchDDP:
     """DDP and a plain optimizer on fp32 params: stage 0.
 
     Args:
-        as_is: True to accept also cases that are known to go wrong.
+        as_is: True to also accept cases that are known to go wrong.
     """
 
     capabilities = Capabilities(stages=(0,), optimizers=OPTIMIZERS, follows=_FOLLOWS)
@@ -216,8 +216,8 @@ class TorchDDP:
         if hook == "none":
             return NUMERICS
         wire: Any = _WIRE[str(hook)]
-        # With a comm hook, DDP leaves the division to it. Both hooks divide before the sum, in the
-        # dtype of the communication, and cast the result back to the gradient's.
+        # DDP leaves the division to a comm hook. Both hooks divide before the sum, in the
+        # communication dtype, and cast the result back to the gradient's dtype.
         return replace(NUMERICS, divide="pre", reduce_dtype=wire, told_dtype="param")
 
     def build(self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup) -> DDPEngine:
@@ -227,11 +227,11 @@ class TorchDDP:
 
 
 class TorchZeroRedundancy:
-    """DDP and ZeroRedundancyOptimizer on fp32 params: stage 1, with one owner for each param."""
+    """DDP and ZeroRedundancyOptimizer on fp32 params: stage 1, with an owner for each param."""
 
     name = "torch-zero-redundancy"
     capabilities = Capabilities(stages=(1,), optimizers=OPTIMIZERS, follows=_FOLLOWS)
-    # As for DDP, because gradients are all-reduced whole and only the update is sharded.
+    # As for DDP, because whole gradients are all-reduced and only the update is sharded.
     numerics = NUMERICS
 
     def build(

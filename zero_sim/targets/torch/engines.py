@@ -1,4 +1,4 @@
-"""Engines around your own optimizer: complete except for the communication under test.
+"""Engines around your own optimizer, complete except for the communication under test.
 
     class MyTarget:
         name = "mine"
@@ -9,9 +9,9 @@
             optimizer = MyOptimizer(module.parameters(), **settings_of(scenario.optimizer))
             return WholeParamEngine(module, optimizer, group=group)
 
-The engines use `step`, `param_groups` and `state` of your optimizer. Override hooks with your own
-communication, which is judged in place of theirs: `reduce`, `update` and `share` of
-`WholeParamEngine`; `shard_of`, `reduce`, `update` and `gather` of `FlatShardEngine`.
+The engines use your optimizer's `step`, `param_groups` and `state`. To test your own communication,
+override hooks: `reduce`, `update` and `share` in `WholeParamEngine`; `shard_of`, `reduce`, `update`
+and `gather` in `FlatShardEngine`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zero_sim.targets.torch.optim import LearningRates, flat_state
 
 
 class _WholeWorkingParams:
-    """Methods that both engines share.
+    """Methods of both engines.
 
     Args:
         module: The bare model.
@@ -51,7 +51,7 @@ class _WholeWorkingParams:
 
     def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
         """Run backward for one micro-batch; gradients accumulate on this rank."""
-        # False if all params that this rank's forward reads are frozen.
+        # False if this rank's forward only reads frozen params.
         if loss.requires_grad:
             loss.backward()
 
@@ -60,25 +60,25 @@ class _WholeWorkingParams:
         return self.named
 
     def stray_gradients(self, *, padding_only: bool) -> str:
-        """Name a param with a nonzero gradient after `zero_grad`; empty if there is none."""
+        """Name a param with a nonzero gradient after `zero_grad`; "" if there is none."""
         grads = {} if padding_only else {name: param.grad for name, param in self.named.items()}
         return next((f"param {n!r}" for n, g in grads.items() if g is not None and g.any()), "")
 
 
 class WholeParamEngine(_WholeWorkingParams):
-    """One rank with whole params: for systems such as DDP, and ZeRO-1 with an owner per param.
+    """A rank with whole params, for systems such as DDP, or ZeRO-1 with an owner for each param.
 
     A step calls `reduce`, `update` and `share`. Gradients are reported as `reduce` leaves them, by
-    default as means: the target declares `Numerics(grads_told="after-division")`.
+    default as means, so declare `Numerics(grads_told="after-division")`.
 
     Args:
-        module: The bare model. If forward goes through a wrapper such as DDP, assign that to
+        module: The bare model. If forward goes through a wrapper such as DDP, assign the wrapper to
             `module` afterwards.
-        optimizer: Your optimizer over all params, or over those that this rank owns.
+        optimizer: Your optimizer over all params, or over this rank's params.
         group: The data-parallel group.
-        owner_of: Function from a param's name to the group rank that steps it, for
-            `Capabilities(stages=(1,))`. It returns None for a small param that every rank steps.
-            None if every rank steps all params, for `stages=(0,)`.
+        owner_of: For `Capabilities(stages=(1,))`, a function from a param's name to the group rank
+            that steps it, or to None for a small param that every rank steps. None for
+            `stages=(0,)`, where every rank steps all params.
     """
 
     def __init__(
@@ -90,16 +90,16 @@ class WholeParamEngine(_WholeWorkingParams):
         owner_of: Callable[[str], int | None] | None = None,
     ) -> None:
         super().__init__(module, group=group)
-        # Attributes without underscores, because hooks of subclasses use them.
+        # Public attributes, because hooks in subclasses use them.
         self.optimizer = optimizer
         self.owner_of = owner_of
         self.rates = LearningRates(optimizer)
-        # Reduced gradients of the last step by name, in the shape of the param.
+        # Reduced gradients of the last step by name, in their param's shape.
         self.reduced: dict[str, Tensor] = {}
 
     def reduce(self) -> None:
         """Hook: turn `.grad` into the mean over all ranks, at least on the param's owner."""
-        # In registration order on every rank, so that ranks call collectives in the same order.
+        # All ranks loop in registration order, so they call collectives in the same order.
         for param in self.named.values():
             if param.requires_grad:  # False while the param is frozen.
                 if param.grad is None:  # Another rank may have a gradient, so take part.
@@ -123,16 +123,16 @@ class WholeParamEngine(_WholeWorkingParams):
         if self.owner_of is not None:
             for name, param in self.named.items():
                 owner = self.owner_of(name)
-                # None: every rank has stepped the param.
+                # If None, every rank has stepped the param.
                 if owner is not None:
                     dist.broadcast(param.detach(), group_src=owner, group=self.group)
 
     def owns(self, name: str) -> bool:
-        """Return True if this rank steps the param of a name."""
+        """Return True if this rank steps a param."""
         return self.owner_of is None or self.owner_of(name) in (None, self.group.rank())
 
     def state_of(self, param: nn.Parameter) -> Mapping[str, Any]:
-        """Return the optimizer's state of a param, by torch's keys; empty before the first step."""
+        """Return the optimizer's state for a param by torch's keys; empty before the first step."""
         return self.optimizer.state.get(param, {})
 
     def step(self, *, lr_factor: float) -> StepResult | None:
@@ -150,7 +150,7 @@ class WholeParamEngine(_WholeWorkingParams):
         return result
 
     def parts(self) -> Iterator[OwnedPart]:
-        """Yield each param that this rank owns, with its reduced gradient and its state."""
+        """Yield this rank's params, with reduced gradients and state."""
         for name, param in self.named.items():
             if self.owns(name):
                 grad = self.reduced.get(name)
@@ -167,32 +167,32 @@ class WholeParamEngine(_WholeWorkingParams):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class FlatBuffer:
-    """Params of one dtype, one after another, and the shard that this rank steps."""
+    """All params with the same dtype, concatenated, and the shard that this rank steps."""
 
     named: dict[str, nn.Parameter]
     """Params by their names in the bare model; each is a view of `flat`."""
-    flat: Tensor  # 1D, dtype of the params
-    """The buffer: all elements of the params, then zeros as padding."""
+    flat: Tensor  # 1D, the params' dtype
+    """The buffer: the elements of all params, then zeros as padding."""
     spans: list[tuple[int, int]]
     """Start and stop of each rank's shard in `flat`."""
     first: int
     """Offset of this rank's shard."""
     shard: nn.Parameter  # 1D, fp32
-    """Master params of the shard, padding included."""
+    """The shard's masters, including padding."""
     grad: Tensor | None = None  # 1D, fp32
     """Copy of the shard's reduced gradient, because some optimizers write to `shard.grad`."""
 
 
 class FlatShardEngine(_WholeWorkingParams):
-    """One rank that steps its shards of flat buffers, one buffer for each dtype: ZeRO-1.
+    """A ZeRO-1 rank that steps its shard of a flat buffer, with a buffer for each dtype.
 
     A step calls `reduce` for each buffer, `update`, and `gather` for each buffer. Masters are fp32.
-    The target declares `Capabilities(stages=(1,))` and `Numerics(grads_told="after-division")`,
-    with bf16 params also `told_dtype="fp32"`.
+    Declare `Capabilities(stages=(1,))` and `Numerics(grads_told="after-division")`; with bf16
+    params, also `told_dtype="fp32"`.
 
     Args:
         module: The bare model; its params become views of the buffers.
-        make_optimizer: Function from the shards, by name of their buffer, to your optimizer.
+        make_optimizer: Function from the shards, by buffer name, to your optimizer.
         group: The data-parallel group.
     """
 
@@ -204,7 +204,7 @@ class FlatShardEngine(_WholeWorkingParams):
         group: ProcessGroup,
     ) -> None:
         super().__init__(module, group=group)
-        # A flat tensor has one dtype, so params of each dtype need a buffer of their own.
+        # A flat tensor has a single dtype, so each dtype needs its own buffer.
         by_dtype: dict[str, dict[str, nn.Parameter]] = {}
         for name, param in self.named.items():
             by_dtype.setdefault(str(param.dtype), {})[name] = param
@@ -213,16 +213,17 @@ class FlatShardEngine(_WholeWorkingParams):
         self.rates = LearningRates(self.optimizer)
 
     def shard_of(self, elems: int, rank: int) -> tuple[int, int]:
-        """Hook: return start and stop of a group rank's shard in a buffer of `elems` elements.
+        """Hook: return start and stop of a rank's shard in a buffer.
 
-        The default has shards of equal length. The buffer is padded with zeros up to the last stop.
-        If lengths differ, override `reduce` and `gather` too for gloo, which needs equal lengths.
+        By default, all shards have the same length. The buffer is padded with zeros up to the last
+        stop. If lengths differ, also override `reduce` and `gather` for gloo, which needs equal
+        lengths.
 
         Args:
-            elems: Elements of the buffer without padding.
+            elems: Elements in the buffer without padding.
             rank: The group rank.
         """
-        # Rounded up, so that all shards together cover the buffer.
+        # Rounded up, so that the shards cover the buffer.
         shard_elems = -(-elems // self.group.size())
         return rank * shard_elems, (rank + 1) * shard_elems
 
@@ -230,13 +231,13 @@ class FlatShardEngine(_WholeWorkingParams):
         """Hook: return this rank's shard of the mean gradient, in fp32.
 
         Args:
-            buffer: The buffer of the gradients.
-            grads: This rank's gradients, padding included. 1D, dtype of the params.
+            buffer: The gradients' buffer.
+            grads: This rank's gradients, including padding. 1D, the params' dtype.
         """
         own = torch.empty_like(buffer.shard, dtype=grads.dtype)  # [shard elems]
         pieces = [grads[start:stop] for start, stop in buffer.spans]
         dist.reduce_scatter(own, pieces, group=self.group)
-        # Widened first, so that the mean of 16-bit gradients is not rounded to 16 bits.
+        # Widen before the division, so that a mean of 16-bit gradients is not rounded to 16 bits.
         return own.float() / self.group.size()
 
     def update(self) -> StepResult | None:
@@ -245,8 +246,8 @@ class FlatShardEngine(_WholeWorkingParams):
         return None
 
     def gather(self, buffer: FlatBuffer) -> None:
-        """Hook: fill `buffer.flat` with the updated shards of all ranks."""
-        # Views of `flat`, so that the call writes the params themselves.
+        """Hook: fill `buffer.flat` with all ranks' updated shards."""
+        # Views of `flat`, so that the call writes into the params.
         pieces = [buffer.flat[start:stop] for start, stop in buffer.spans]
         own = buffer.shard.detach().to(buffer.flat.dtype)
         dist.all_gather(pieces, own, group=self.group)
@@ -257,7 +258,7 @@ class FlatShardEngine(_WholeWorkingParams):
         Args:
             lr_factor: Factor of every learning rate in this step.
         """
-        # All buffers are reduced before the update, so that `update` can clip by a norm of all.
+        # Reduce all buffers before the update, so that `update` can clip by the total norm.
         for each in self.buffers.values():
             each.shard.grad = self.reduce(each, _flat_grads(each))
             each.grad = each.shard.grad.clone()
@@ -280,10 +281,10 @@ class FlatShardEngine(_WholeWorkingParams):
             )
 
     def stray_padding(self) -> str:
-        """Name a buffer with nonzero padding; empty if there is none."""
+        """Name a buffer with nonzero padding; "" if there is none."""
         for key, each in self.buffers.items():
             elems = sum(param.numel() for param in each.named.values())
-            # Padding begins at `elems`, which may lie before, in or after this rank's shard.
+            # Padding begins at `elems`, which may be before, in or after this rank's shard.
             if each.flat[elems:].any() or each.shard[max(0, elems - each.first) :].any():
                 return f"buffer {key}"
         return ""
@@ -294,7 +295,7 @@ class FlatShardEngine(_WholeWorkingParams):
         # Zeros, because `stray_padding` reports any other padding.
         flat = pad(flat, (0, spans[-1][1] - len(flat)))
         first, stop = spans[self.group.rank()]
-        # clone(), because float() of an fp32 tensor returns a view of `flat`, not a copy.
+        # Clone, because float() returns an fp32 tensor itself, a view of `flat`.
         shard = nn.Parameter(flat[first:stop].float().clone())
         offset = 0
         # Params become views of the buffer, so that a gather into it updates them.
@@ -305,7 +306,7 @@ class FlatShardEngine(_WholeWorkingParams):
 
 
 def _flat_grads(buffer: FlatBuffer) -> Tensor:
-    """Return this rank's gradients with the buffer's padding; zeros for a param without one."""
+    """Return this rank's padded gradients, with zeros for params without a gradient."""
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in buffer.named.values()]
     flat = torch.cat([grad.reshape(-1) for grad in grads])
     return pad(flat, (0, len(buffer.flat) - len(flat)))
@@ -320,18 +321,18 @@ def flat_parts(
     state: Mapping[str, Any],
     buffer: int = 0,
 ) -> Iterator[OwnedPart]:
-    """Yield the parts of params in a rank's shard of a flat buffer, for `parts` of an engine.
+    """Yield the parts of params in a rank's shard of a flat buffer, for an engine's `parts`.
 
     Args:
-        params: All params of the buffer, by their names in the bare model, in its order.
+        params: All params in the buffer, in its order, by their names in the bare model.
         first: Offset of the shard in the buffer, in elements.
-        master: Master params of the shard. 1D, fp32.
-        grad: Reduced gradient of the shard. 1D, or None before the first step.
-        state: Optimizer state of the shard: 1D tensors of its length, 0D counters.
+        master: The shard's masters. 1D, fp32.
+        grad: The shard's reduced gradient. 1D, or None before the first step.
+        state: The shard's optimizer state: 1D tensors of its length, 0D counters.
         buffer: Index of the buffer, if there are several.
 
     Example:
-        A shard with elements 4 to 8 of two params of 6 elements each:
+        A shard with elements 4 to 8 of a buffer with two params of 6 elements:
 
         >>> params = {"up": torch.zeros(2, 3), "down": torch.zeros(6)}
         >>> shard = torch.zeros(4)
@@ -340,7 +341,7 @@ def flat_parts(
         up 4 6
         down 0 2
     """
-    # `start` and `stop` of each param in the buffer, cut to the shard as `low` and `high`.
+    # A param covers `start` to `stop` in the buffer, and `low` to `high` in the shard.
     start, state = 0, flat_state(state)
     for name, param in params.items():
         stop = start + param.numel()
@@ -354,7 +355,7 @@ def flat_parts(
                     stop=high - start,
                     flat_start=low,
                     buffer=buffer,
-                    # With its padding, because the rounding of a shard's norm depends on offsets.
+                    # Includes padding, because the rounding of a shard's norm depends on offsets.
                     shard_start=first,
                     shard_stop=first + len(master),
                 ),

@@ -1,7 +1,7 @@
-"""torch's FullyShardedDataParallel (FSDP1) under a plain optimizer of torch.
+"""torch's FullyShardedDataParallel (FSDP1) with a plain torch optimizer.
 
-All params of a module lie in one flat param, each padded to 16 bytes, which is cut evenly over the
-ranks.
+A module's params are padded to 16 bytes each and concatenated to a flat param, which is cut evenly
+over the ranks.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _PREFETCH = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST"}
 
 
 class FSDP1Engine:
-    """One rank of FullyShardedDataParallel: a unit for each child with params, one for the rest.
+    """FullyShardedDataParallel on a rank, with a unit for each child with params and for the rest.
 
     Args:
-        module: The model, whose params become parts of flat ones. 16-bit params are sharded in fp32
-            and gathered in 16 bits.
-        scenario: The case, of which `model.dtype`, `optimizer` and `system` are read.
+        module: The model, whose params become parts of flat params. 16-bit params are sharded in
+            fp32 and gathered in 16 bits.
+        scenario: The case; only its `model.dtype`, `optimizer` and `system` are read.
         group: The data-parallel group.
-        options: The value of each option.
+        options: Values of all options.
     """
 
     def __init__(
@@ -66,20 +66,19 @@ class FSDP1Engine:
         self._fsdp_type = FullyShardedDataParallel
         self._dtype = _DTYPES[scenario.model.dtype]
         self._syncs_every = scenario.system.sync == "every"
-        # Before wrapping, because flat params keep the dtype that FSDP1 finds, and masters are
-        # fp32.
+        # Before wrapping, because flat params keep their dtype, and masters must be fp32.
         widen_params(module)
         device = next((param.device for param in module.parameters()), torch.device("cpu"))
         chosen = {
             **self._settings(options),
             **_sharding(scenario.system, group=group, device=device),
         }
-        # Before wrapping, because afterwards params are 1D views of this rank's shards.
+        # Before wrapping, which turns params into 1D views of this rank's shards.
         self._shapes = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
         with warnings.catch_warnings():
-            # torch warns that NO_SHARD will be replaced by DDP, and that one rank uses it.
+            # torch warns that DDP will replace NO_SHARD, and that a single rank uses it.
             warnings.simplefilter("ignore")
-            # Children first: the flat param of the root takes the params that are left.
+            # Children first, because the root's flat param takes all remaining params.
             for name, child in called_children(module):
                 setattr(module, name, FullyShardedDataParallel(child, **chosen))
             self._fsdp: FullyShardedDataParallel = FullyShardedDataParallel(module, **chosen)
@@ -93,17 +92,17 @@ class FSDP1Engine:
         self._reduced: dict[str, Tensor] = {}
 
     def _settings(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings of every wrapper besides those of sharding."""
+        """Return all wrapper settings except sharding."""
         from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision
 
         prefetch = _PREFETCH.get(options["backward_prefetch"])
         return {
-            # Otherwise the optimizer gets flat params only, and param groups could not match names.
+            # Otherwise the optimizer gets flat params, whose names match no param group.
             "use_orig_params": True,
             "mixed_precision": MixedPrecision(
                 param_dtype=None if self._dtype is torch.float32 else self._dtype,
                 reduce_dtype=_DTYPES.get(options["reduce_dtype"]),
-                # Batches have the dtypes that the bare model takes.
+                # Batches already have the dtypes that the bare model takes.
                 cast_forward_inputs=False,
                 cast_root_forward_inputs=False,
             ),
@@ -114,8 +113,7 @@ class FSDP1Engine:
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, param in self._fsdp.named_parameters():
-            # Each wrapper adds this prefix; the judge knows params by their names in the bare
-            # model.
+            # Each wrapper adds this prefix, but the judge uses the bare model's names.
             yield name.replace("_fsdp_wrapped_module.", ""), param
 
     def zero_grad(self) -> None:
@@ -123,33 +121,33 @@ class FSDP1Engine:
         self._optimizer.zero_grad()
 
     def start_micro_batch(self, *, last: bool) -> None:
-        """Keep gradients unsharded and local, except in micro-batches that are reduced."""
+        """Keep gradients unsharded and local, unless this micro-batch reduces them."""
         if not (last or self._syncs_every):
             self._unsynced.enter_context(self._fsdp.no_sync())
 
     def backward(self, loss: Tensor, *, last_micro: bool, rows: int) -> None:
         """Run backward, during which gradients are reduced."""
-        # Leaving this block leaves `no_sync`, if `start_micro_batch` entered it.
+        # Exits `no_sync` afterwards, if `start_micro_batch` entered it.
         with self._unsynced:
             loss.backward()
 
     def step(self, *, lr_factor: float) -> StepResult:
-        """Clip, if the scenario does, and update the shards."""
-        # Read before clipping, which writes to them.
+        """Clip if the scenario does, and update the shards."""
+        # Read gradients before clipping, which writes to them.
         grads = {name: param.grad for name, param in self._params.items()}
         known = {name: grad for name, grad in grads.items() if grad is not None}
         self._reduced = grads_to_tell(self._spec, known)
         norm = None
         if self._spec.clip_norm is not None:
-            # The wrapper's own method, because the norm needs the shards of all ranks.
+            # The wrapper's method, because the norm needs all ranks' shards.
             norm = self._fsdp.clip_grad_norm_(self._spec.clip_norm)
         self._rates.scale(lr_factor)
         self._optimizer.step()
         return StepResult(norm=norm)
 
     def params(self) -> Mapping[str, Tensor]:
-        """Return gathered working params, in the dtype of forward."""
-        # Copies, because the memory of gathered params is freed at the end of the block.
+        """Return gathered working params, in forward's dtype."""
+        # Copies, because gathered memory is freed when the context exits.
         with self._fsdp_type.summon_full_params(self._fsdp, writeback=False):
             return {
                 name: param.detach().to(self._dtype, copy=True)
@@ -159,7 +157,7 @@ class FSDP1Engine:
 
     def parts(self) -> Iterator[OwnedPart]:
         """Yield the part of each param in this rank's shards of flat params."""
-        # From the id of a param to its range in the shard; FSDP1 has no public way to read it.
+        # From a param's id to its range in the shard, which FSDP1 does not expose publicly.
         held = {}
         for unit in self._fsdp_type.fsdp_modules(self._fsdp):
             flat: Any = unit._handle.flat_param if unit._handle is not None else None
@@ -167,7 +165,7 @@ class FSDP1Engine:
                 held |= dict(zip(map(id, flat._params), flat._shard_param_infos, strict=True))
         for name, param in self._params.items():
             info = held[id(param)]
-            # Flat params are cut at any element, so this rank may have no element of a param.
+            # Flat params are cut anywhere, so this rank may have no element of a param.
             if not info.in_shard:
                 continue
             # The end is inclusive.
@@ -183,7 +181,7 @@ class FSDP1Engine:
 
 
 def _sharding(system: SystemSpec, *, group: ProcessGroup, device: torch.device) -> dict[str, Any]:
-    """Return the device, the ranks and the sharding strategy, as arguments of FSDP1."""
+    """Return FSDP1's arguments for device, ranks and sharding strategy."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import ShardingStrategy
 
@@ -191,7 +189,7 @@ def _sharding(system: SystemSpec, *, group: ProcessGroup, device: torch.device) 
     if blocks == 1:
         strategy = ShardingStrategy[_STRATEGIES[system.stage]]
         return {"device_id": device, "process_group": group, "sharding_strategy": strategy}
-    # Rows of the mesh are shard groups, so each has consecutive ranks.
+    # Mesh rows are shard groups, so each shard group has consecutive ranks.
     shape, names = (blocks, group.size() // blocks), ("replicate", "shard")
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     strategy = ShardingStrategy[_HYBRID[system.stage]]
@@ -200,8 +198,8 @@ def _sharding(system: SystemSpec, *, group: ProcessGroup, device: torch.device) 
 
 def predivide_factor(ranks: int) -> float:
     """Return the power of two by which FSDP1 divides before the sum."""
-    # As torch/distributed/algorithms/_comm_hooks/default_hooks.py: near the root of the ranks, so
-    # that neither the gradient before the sum underflows nor the sum overflows.
+    # As in torch/distributed/algorithms/_comm_hooks/default_hooks.py: near the square root of the
+    # number of ranks, so that gradients do not underflow before the sum, nor the sum overflow.
     factor = 1
     while ranks % factor == 0 and ranks / factor > factor:
         factor *= 2
@@ -212,14 +210,14 @@ class TorchFSDP1:
     """FullyShardedDataParallel, with fp32 masters.
 
     Args:
-        as_is: True to accept also cases that are known to go wrong.
+        as_is: True to also accept cases that are known to go wrong.
     """
 
     capabilities = Capabilities(
         stages=(0, 2, 3),
         dtypes=("fp32", "bf16"),
         scalar_params=False,
-        # Flat params are cut at any element, and muon and lamb need whole params.
+        # Flat params are cut anywhere, but muon and lamb need whole params.
         optimizers=tuple(name for name in OPTIMIZERS if name not in WHOLE_PARAM_OPTIMIZERS),
         follows=(
             *OPTIMIZER_SETTINGS,
@@ -245,28 +243,28 @@ class TorchFSDP1:
     def numerics(self, scenario: Scenario) -> Numerics:
         """Return the arithmetic of a case."""
         ranks = scenario.world.size
-        # FSDP1 makes no gradients for params without elements, so torch takes the norm over fewer
-        # params, which has other bits.
+        # FSDP1 makes no gradients for empty params, so torch takes the norm over fewer params,
+        # which has other bits.
         has_empty = any(0 in shape for shape in scenario.model.shapes or ())
         whole = "told" if has_empty else "of-params"
         reduce: Any = chosen_options(self, scenario)["reduce_dtype"]
         every = scenario.system.sync == "every"
         return Numerics(
             # Each rank divides by a power of two, a reduce-scatter sums, and the sum is divided by
-            # the rest, all in `reduce_dtype`. With HSDP both divisors come from all ranks: one
-            # division precedes the first sum, the other follows the last one.
+            # the rest, all in `reduce_dtype`. With HSDP both divisors still count all ranks, and
+            # the second division follows the last sum.
             divide="post-rounded",
             divide_by="ranks",
             predivide_by=predivide_factor(ranks),
             divide_each="round" if every else "step",
             grad_dtype="param",
-            # Under `no_sync` micro-batches accumulate in the dtype of forward's params. Sums are
-            # cast to fp32 before they are added.
+            # Under `no_sync`, micro-batches accumulate in the dtype of forward's params. With
+            # `every`, sums are cast to fp32 and then added.
             accumulate_dtype="fp32" if every else "param",
             reduce_dtype=reduce,
             grads_told="after-division",
             told_dtype="fp32",
-            # Without sharding FSDP1 calls `torch.nn.utils.clip_grad_norm_`.
+            # Without sharding, FSDP1 calls `torch.nn.utils.clip_grad_norm_`.
             norm=whole if _is_whole(scenario) else "of-own-params",
             clip="fp32-reciprocal",
         )
@@ -277,15 +275,15 @@ class TorchFSDP1:
         if _is_whole(scenario) and every and scenario.run.micro_batches > 1:
             yield Problem(
                 path="system.sync",
-                message="without sharding, FSDP1 sums the sums of earlier micro-batches over the "
-                "ranks again, for which no rule can be declared.",
+                message="without sharding, FSDP1 sums earlier micro-batches over the ranks again, "
+                "for which no rule can be declared.",
                 suggestion="Try sync = 'last', or one micro-batch.",
             )
         if scenario.model.nested and any(0 in shape for shape in scenario.model.shapes or ()):
             yield Problem(
                 path="model.nested",
-                message="FSDP1 raises if a module that it wraps has no elements, got true with "
-                "an empty param.",
+                message="FSDP1 raises if a wrapped module has no elements, got true with an empty "
+                "param.",
                 suggestion="Remove it, or the empty param.",
             )
         if not self._as_is:
@@ -298,7 +296,7 @@ class TorchFSDP1:
 
 
 _READS_ROOT = ("gpt", "transformer-260")
-"""Models whose blocks are in no module that is wrapped on its own."""
+"""Models whose blocks have no wrapper of their own, so the root's wrapper has their params."""
 
 
 def _is_whole(scenario: Scenario) -> bool:
@@ -315,16 +313,16 @@ def _known_to_go_wrong(scenario: Scenario) -> Iterator[Problem]:
     if _is_whole(scenario) and narrow and tied and accumulates:
         yield Problem(
             path="model.tied" if scenario.model.tied else "model.name",
-            message="without sharding, FSDP1 of torch 2.13 raises when it assigns the 16-bit "
-            "gradient of an earlier micro-batch to the other name of a tied fp32 param, got "
+            message="without sharding, FSDP1 in torch 2.13 raises when it assigns an earlier "
+            "micro-batch's 16-bit gradient to the other name of a tied fp32 param, got "
             f"{', '.join(map(repr, tied))}. {UPSTREAM}",
             suggestion="Try fp32, or one micro-batch.",
         )
     if scenario.model.recompute == "reentrant" and scenario.model.name in _READS_ROOT:
         yield Problem(
             path="model.recompute",
-            message="FSDP1 of torch 2.13 raises, or loses the gradient of earlier micro-batches, "
-            "if a reentrant checkpoint reads params of a module around it, got 'reentrant' with "
+            message="FSDP1 in torch 2.13 raises, or loses earlier micro-batches' gradients, if a "
+            "reentrant checkpoint reads params of an outer module, got 'reentrant' with "
             f"model {scenario.model.name!r}.",
             suggestion="Try 'non-reentrant', or model 'mlp'.",
         )

@@ -1,21 +1,21 @@
-"""torch's `fully_shard` (FSDP2) under a plain optimizer of torch, on a mesh of the params' device.
+"""torch's `fully_shard` (FSDP2) with a plain torch optimizer, on a mesh of the params' device.
 
-A param is cut along its first dimension into chunks of equally many rows; the last ones are shorter
-or empty.
+Params are cut along their first dimension into chunks with equally many rows; the last chunks may
+be shorter or empty.
 
 [Note: params that some rank does not use]
-Each rank omits params that its own losses do not reach from the reduce-scatter. If ranks differ in
-these, they pass tensors of different params to one call. It fails if the sizes differ; if they are
-equal, gradients of different params are added without an error (torch 2.13, without
-`reduce_scatter_unused_params`). So the target declares only models whose params are all used by
-every micro-batch. A test shows the results of others.
+A rank's reduce-scatter omits params that its own losses do not reach. If these params differ
+between ranks, a call gets tensors of different params. If their sizes differ, the call fails; if
+not, it silently adds gradients of different params (torch 2.13, without
+`reduce_scatter_unused_params`). So the target only declares models that use all params in every
+micro-batch. A test shows the results for other models.
 
 [Note: settings of a scenario in FSDP2]
-At stage 1, `reshard_after_forward` is torch's default, which keeps the root's params unsharded. At
-stage 3 it is `system.reshard_after_forward`, or option `reshard_ranks`, the number of neighbouring
-ranks that keep params until backward. `system.prefetch` is the number of modules to prefetch in
-forward and in backward. `system.redundancy` makes a mesh of two dimensions. `system.sync` is
-`set_requires_gradient_sync`, and `model.dtype` is `param_dtype`.
+At stage 1, `reshard_after_forward` has torch's default, which keeps the root's params unsharded. At
+stage 3 it is `system.reshard_after_forward`, or option `reshard_ranks`: the number of neighbouring
+ranks that keep params until backward. `system.prefetch` sets how many modules are prefetched in
+forward and in backward. With `system.redundancy` the mesh has two dimensions. `system.sync` sets
+`set_requires_gradient_sync`, and `model.dtype` sets `param_dtype`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from zero_sim.targets.torch.wrapping import stale_after_evaluation
 _ROWS_ALONE = "its step needs whole params, and fully_shard passes it the rows of one rank"
 _DTYPES = ("fp32", "bf16", "fp16")
 NUMERICS = Numerics(
-    # Each module reduces the gradients of all its params in one fp32 reduce-scatter with AVG. On
-    # NCCL, AVG multiplies by the reciprocal and then sums; elsewhere it sums and then divides.
+    # Each module reduces all its gradients in an fp32 reduce-scatter with AVG. On NCCL, AVG
+    # multiplies by the reciprocal and then sums; elsewhere it sums and then divides.
     divide="avg",
     divide_by="ranks",
     # Between micro-batches, unsharded gradients accumulate locally.
@@ -49,11 +49,11 @@ NUMERICS = Numerics(
     grad_dtype="param",
     # `.grad` of sharded params contains means.
     grads_told="after-division",
-    # torch takes the norm of each rank's rows. One all-reduce adds the squares of these norms.
+    # torch takes the norm of each rank's rows, and an all-reduce adds the squared norms.
     norm="of-rows",
     clip="fp32-reciprocal",
 )
-"""Arithmetic of `fully_shard` on fp32 params, without options."""
+"""Arithmetic of `fully_shard` on fp32 params with default options."""
 _AFTER = ("avg", "post-rounded")
 
 
@@ -61,16 +61,16 @@ def numerics_with(scenario: Scenario, chosen: Any) -> Numerics:
     """Return the arithmetic of a case.
 
     Args:
-        scenario: The case, as the target gets it.
-        chosen: The value of each option.
+        scenario: The target's case.
+        chosen: Values of all options.
     """
     in_block, reduce = chosen["all_reduce_last"], chosen["reduce_dtype"]
-    # A shard group keeps its sum over micro-batches in `reduce_dtype` until the all-reduce over
-    # replicas. Otherwise each sum is cast to fp32, and these are added.
+    # With `all_reduce_last`, a shard group keeps its sum over micro-batches in `reduce_dtype` until
+    # the all-reduce over replicas. Otherwise each sum is cast to fp32 before it is added.
     in_rounds = scenario.system.sync == "every" and not in_block
     division = _division(scenario, chosen)
-    # Gradients accumulate and are reduced in `reduce_dtype`. The result is cast to fp32, the dtype
-    # of sharded params.
+    # Gradients are accumulated and reduced in `reduce_dtype`. The result is cast to fp32, the
+    # sharded params' dtype.
     return replace(
         NUMERICS,
         **division,
@@ -89,54 +89,55 @@ def reduced_in(scenario: Scenario, chosen: Any) -> str:
 
 
 def _division(scenario: Scenario, chosen: Any) -> dict[str, Any]:
-    """Return the rules of division, which follow FSDP2's choice of reduce operations."""
-    # A factor of 0 stands for none. The conditions are in FSDP2's order.
+    """Return the division rules, which follow FSDP2's choice of reduce operations."""
+    # A factor of 0 stands for no factor. The order of conditions is FSDP2's.
     factor, ranks = chosen["divide_factor"], scenario.world.size
     together = ranks // scenario.system.redundancy
     by = {"divide_by": factor or "ranks"}
-    # A power of two before the sum, the rest after it, so that fp16 does not overflow.
+    # Divide by a power of two before the sum and by the rest after it, so that fp16 does not
+    # overflow.
     if reduced_in(scenario, chosen) == "fp16":
         first = predivide_factor(factor or ranks)
         return {"divide": "post-rounded", "predivide_by": first, **by}
-    # `set_force_sum_reduction_for_comms`: a sum, then a division.
+    # `set_force_sum_reduction_for_comms`: sum, then divide.
     if chosen["force_sum"]:
         return {"divide": "post-rounded", **by}
-    # AVG, also if the factor is the size of the shard group. With HSDP the means of shard groups
-    # are all-reduced with AVG.
+    # AVG, also if the factor equals the shard group's size. With HSDP, another AVG all-reduces the
+    # means of shard groups.
     if factor in (0.0, together):
         return {"divide": "avg", **by}
-    # `set_gradient_divide_factor` alone: PREMUL_SUM, which multiplies before the sum. A single rank
+    # With `set_gradient_divide_factor` alone, PREMUL_SUM multiplies before the sum. A single rank
     # has no collective, so it divides.
     return {"divide": "pre" if together == 1 else "premul", **by}
 
 
 def without_rule(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
-    """Yield fields of a case without a rule to declare; arguments as for `numerics_with`."""
+    """Yield fields for which no rule can be declared; arguments as for `numerics_with`."""
     ranks, blocks = scenario.world.size, scenario.system.redundancy
     together = ranks // blocks
     reduce, factor = chosen["reduce_dtype"], chosen["divide_factor"]
     divides_in_block = not sums_plainly(scenario, chosen) and factor in (0.0, together)
-    # Division by a power of two is exact, so the bits are those of one mean over all ranks.
+    # Division by a power of two is exact, so the result equals a single mean over all ranks.
     if blocks > 1 and divides_in_block and together & (together - 1):
         yield Problem(
             path="system.redundancy",
-            message="FSDP2 rounds the mean of each shard group before it adds them, for which no "
-            f"rule can be declared, got shard groups of {together} ranks.",
+            message="FSDP2 rounds the mean of each shard group before it adds these means, for "
+            f"which no rule can be declared, got shard groups of {together} ranks.",
             suggestion="Try shard groups of 1, 2, 4 or 8 ranks, or option force_sum.",
         )
     is_narrower = reduce not in ("param", "fp32") and scenario.model.dtype == "fp32"
     if is_narrower and scenario.system.sync == "last" and scenario.run.micro_batches > 1:
         yield Problem(
             path="run.micro_batches",
-            message=f"FSDP2 adds fp32 gradients, not rounded to {reduce}, to those accumulated in "
-            f"{reduce}, for which no rule can be declared.",
+            message=f"FSDP2 adds fp32 gradients, not rounded to {reduce}, to gradients accumulated "
+            f"in {reduce}, for which no rule can be declared.",
             suggestion="Try system.sync = 'every', or one micro-batch.",
         )
 
 
 def divides_twice(scenario: Scenario, chosen: Any) -> bool:
     """Return True if torch 2.13 divides by the factor twice; arguments as for `numerics_with`."""
-    # scenarios/upstream/torch-fsdp2-divides-twice: shard groups of one rank, without a
+    # scenarios/upstream/torch-fsdp2-divides-twice: shard groups with a single rank have no
     # reduce-scatter.
     has_all = scenario.world.size == scenario.system.redundancy
     return bool(chosen["divide_factor"]) and has_all and sums_plainly(scenario, chosen)
@@ -151,7 +152,7 @@ def _why_not_all_reduced_last(scenario: Scenario) -> str:
     system = scenario.system
     if system.redundancy > 1 and system.sync == "every":
         return ""
-    return "no replicas (system.redundancy) that are summed at every micro-batch (system.sync)"
+    return "no replicas (system.redundancy) that are summed in every micro-batch (system.sync)"
 
 
 def _why_not_left_sharded(scenario: Scenario) -> str:
@@ -168,11 +169,11 @@ def _why_not_kept_by_few(scenario: Scenario) -> str:
 
 def _ill_saved(reload: ReloadSpec) -> Iterator[Problem]:
     """Yield settings with which torch's state-dict functions change or lose optimizer state."""
-    # scenarios/upstream/torch-save-steps: a save before the first step, when there is no state.
+    # scenarios/upstream/torch-save-steps: there is no state before the first step.
     if reload.early_save:
         yield Problem(
             path="reload.early_save",
-            message="get_state_dict takes a step of its own to make state, and counts it. "
+            message="to make state, get_state_dict takes a step of its own, and counts it. "
             + UPSTREAM,
             suggestion="Remove it.",
         )
@@ -180,23 +181,23 @@ def _ill_saved(reload: ReloadSpec) -> Iterator[Problem]:
     if reload.lost_micro_batches and not reload.lost_steps:
         yield Problem(
             path="reload.lost_micro_batches",
-            message="if params have gradients, get_state_dict makes no state to load into, and "
+            message="if params have gradients, get_state_dict makes no state to load into, so "
             "set_state_dict loads none. " + UPSTREAM,
-            suggestion="Write lost_steps = 1, or leave it out.",
+            suggestion="Try lost_steps = 1, or remove it.",
         )
 
 
 class TorchFSDP2:
-    """`fully_shard`, with fp32 masters; params, gradients and state are sharded.
+    """`fully_shard`, with fp32 masters. Params, gradients and state are sharded.
 
     Args:
-        as_is: True to accept also cases that are known to go wrong.
+        as_is: True to also accept cases that are known to go wrong.
     """
 
     capabilities = Capabilities(
         stages=(1, 3),
         dtypes=("fp32", "bf16"),
-        # A scalar has no rows to distribute, and backward fails if a param has no elements.
+        # A scalar has no rows to distribute, and backward fails if a param is empty.
         scalar_params=False,
         empty_params=False,
         optimizers=tuple(
@@ -224,7 +225,7 @@ class TorchFSDP2:
     options = {  # noqa: RUF012
         "reduce_dtype": Option(default="param", values=_DTYPES),
         "force_sum": Option(default=False, values=(True,)),
-        # Division by 2 is exact; by 3 and 0.7 it rounds, so the place of the division matters.
+        # Division by 2 is exact, but by 3 and 0.7 it rounds, so its place matters.
         "divide_factor": Option(default=0.0, values=(2.0, 3.0, 0.7)),
         "fp32_output": Option(default=False, values=(True,)),
         "cpu_offload": Option(default=False, values=(True,)),
@@ -245,7 +246,8 @@ class TorchFSDP2:
         rules = numerics_with(scenario, chosen)
         is_wide = scenario.model.dtype == "fp32" and chosen["reduce_dtype"] == "param"
         if is_wide and scenario.system.sync == "last":
-            # All is fp32, so declare no dtype, because those have no bound for unknown orders.
+            # Everything is fp32. Do not declare it, because declared dtypes have no bound for
+            # unknown orders.
             return replace(rules, accumulate_dtype=None, reduce_dtype=None, told_dtype="sum")
         return rules
 
@@ -265,14 +267,14 @@ class TorchFSDP2:
         if few and (few < 2 or few >= shards or shards % few):
             yield Problem(
                 path="system.options",
-                message=f"expected reshard_ranks to divide the {shards} ranks of a shard group, to "
-                f"be at least 2 and less than all of them, got {few}.",
+                message=f"expected reshard_ranks to be a divisor of {shards}, the size of a shard "
+                f"group, at least 2 and less than this size, got {few}.",
                 suggestion="Remove it.",
             )
         if divides_twice(scenario, chosen) and not self._as_is:
             yield Problem(
                 path="system.options",
-                message="torch 2.13 divides twice by divide_factor if a shard group has one rank: "
+                message="torch 2.13 divides by divide_factor twice if a shard group has one rank: "
                 "see scenarios/upstream.",
                 suggestion="Remove divide_factor, force_sum or fp16.",
             )
@@ -285,7 +287,7 @@ class TorchFSDP2:
             yield from stale_after_evaluation(scenario)
 
     def reduce_ops(self, scenario: Scenario) -> tuple[str, ...]:
-        """Return the reduce operations of its collectives besides SUM."""
+        """Return reduce operations besides SUM."""
         divides = self.numerics(scenario).divide
         return {"avg": ("AVG",), "premul": ("PREMUL_SUM",)}.get(divides or "", ())
 

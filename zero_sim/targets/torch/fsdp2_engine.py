@@ -1,4 +1,4 @@
-"""One rank of torch's `fully_shard` (FSDP2) and a plain optimizer."""
+"""torch's `fully_shard` (FSDP2) and a plain optimizer on a rank."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FSDP2Engine:
-    """One rank of `fully_shard`: a unit for each child with params, and one for the rest.
+    """`fully_shard` on a rank, with a unit for each child with params and for the rest.
 
     Args:
-        module: The model, whose params become sharded. 16-bit params are sharded in fp32 and
-            gathered in 16 bits.
-        scenario: The case, of which `model.dtype`, `optimizer` and `system` are read.
+        module: The model to shard. 16-bit params are sharded in fp32 and gathered in 16 bits.
+        scenario: The case; only its `model.dtype`, `optimizer` and `system` are read.
         group: The data-parallel group.
-        options: The value of each option.
+        options: Values of all options.
     """
 
     def __init__(
@@ -47,21 +46,21 @@ class FSDP2Engine:
     ) -> None:
         self._spec, self._system, self._options = scenario.optimizer, scenario.system, options
         self._dtype = _DTYPES[scenario.model.dtype]
-        # Sharded params are the masters, so they must be fp32; `param_dtype` narrows only gathers.
+        # Sharded params are the masters, so they must be fp32; `param_dtype` only narrows gathers.
         widen_params(module)
         self.module = module
-        # The params' device, because torch moves params to the device of a mesh.
+        # The params' device, because torch moves params to the mesh's device.
         device = next((param.device.type for param in module.parameters()), "cpu")
-        # Offloaded shards are on the CPU, and parts must be on the model's device.
+        # Offloaded shards are on the CPU, but parts must be on the model's device.
         if options["cpu_offload"] and device != "cpu":
             raise UsageError(
                 "expected a model on the CPU with option cpu_offload, because its shards are "
                 f"reported from there, got {device!r}. Remove the option."
             )
         mesh = _build_mesh(group, blocks=scenario.system.redundancy, device=device)
-        # The last dimension of the mesh is the shard group.
+        # The mesh's last dimension is the shard group.
         self._rank, self._size = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
-        # Children first: the call for the whole model takes the params that are left.
+        # Children first, because the call for the whole model takes all remaining params.
         units = [self._shard(child, mesh) for _, child in called_children(module)]
         self._sharded = self._shard(module, mesh)
         for each in (*units, self._sharded):
@@ -78,7 +77,7 @@ class FSDP2Engine:
         self._reduced: dict[str, Tensor] = {}
 
     def _shard(self, module: nn.Module, mesh: DeviceMesh) -> FSDPModule:
-        """Shard a module, except children that are sharded already."""
+        """Shard a module, except children that are already sharded."""
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         options = self._options
@@ -88,12 +87,12 @@ class FSDP2Engine:
             param_dtype=None if self._dtype is torch.float32 else self._dtype,
             reduce_dtype=_DTYPES.get(options["reduce_dtype"]),
             output_dtype=torch.float32 if widens else None,
-            # Batches have the dtypes that the bare model takes.
+            # Batches already have the dtypes that the bare model takes.
             cast_forward_inputs=False,
         )
         more: dict[str, Any] = {}
         if options["cpu_offload"]:
-            # Pinned memory needs an accelerator, and this option is refused on one.
+            # Pinned memory needs an accelerator, where this option is refused.
             more["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         return fully_shard(
             module,
@@ -107,7 +106,7 @@ class FSDP2Engine:
 
     def _set(self, unit: FSDPModule) -> None:
         options = self._options
-        # These setters change one module each, without its children.
+        # These setters change a single module, without its children.
         if options["divide_factor"]:
             unit.set_gradient_divide_factor(options["divide_factor"])
         unit.set_force_sum_reduction_for_comms(options["force_sum"])
@@ -118,9 +117,9 @@ class FSDP2Engine:
         self._optimizer.zero_grad()
 
     def start_micro_batch(self, *, last: bool) -> None:
-        """Switch off the communication that the case leaves to the last micro-batch."""
+        """Switch off communication that waits for the last micro-batch."""
         options = self._options
-        # Reduce-scatters stay on, and only the all-reduce over replicas waits for the last one.
+        # Keep reduce-scatters on; only the all-reduce over replicas waits.
         if options["all_reduce_last"]:
             self._sharded.set_requires_all_reduce(last)
         elif self._system.sync == "last":
@@ -135,8 +134,8 @@ class FSDP2Engine:
         loss.backward()
 
     def step(self, *, lr_factor: float) -> StepResult:
-        """Clip, if the scenario does, and update the shards."""
-        # Before clipping, which writes to gradients.
+        """Clip if the scenario does, and update the shards."""
+        # Read gradients before clipping, which writes to them.
         self._reduced = grads_to_tell(self._spec, self._gradients())
         norm = self._clip()
         self._rates.scale(lr_factor)
@@ -144,22 +143,22 @@ class FSDP2Engine:
         return StepResult(norm=norm)
 
     def _clip(self) -> Tensor | None:
-        """Clip as the scenario does; return the norm before clipping, None without a bound."""
+        """Clip as the scenario does, and return the norm before clipping; None without a bound."""
         spec, norm = self._spec, None
         if spec.clip_value is not None:
-            # By element, so each rank clips its own rows.
+            # Elementwise, so each rank clips its own rows.
             for grad in self._gradients().values():
                 grad.clamp_(-spec.clip_value, spec.clip_value)
         if spec.clip_norm is not None:
             norm = nn.utils.clip_grad_norm_(self._params.values(), spec.clip_norm)
-            # Until here a DTensor of each rank's own norm; this adds the squares over the ranks.
+            # `norm` is a DTensor of each rank's norm; full_tensor adds the squares over ranks.
             norm = cast("DTensor", norm).full_tensor()
         return norm
 
     def params(self) -> Mapping[str, Tensor]:
-        """Return gathered working params, in the dtype of forward."""
+        """Return gathered working params, in forward's dtype."""
         return {
-            # A collective per param, in registration order on every rank.
+            # A collective for each param, in registration order on every rank.
             name: param.full_tensor().detach().to(self._dtype)
             for name, param in self._params.items()
         }
@@ -179,7 +178,8 @@ class FSDP2Engine:
             )
 
     def _place(self, name: str, shape: torch.Size) -> Place:
-        # As torch.chunk: equally many rows, rounded up, so the last ranks may have fewer or none.
+        # As torch.chunk: the number of rows is rounded up, so the last ranks may have fewer rows or
+        # none.
         rows, row_elems = shape[0], prod(shape[1:])
         chunk = -(-rows // self._size)
         start, stop = (min(rows, chunk * rank) for rank in (self._rank, self._rank + 1))
@@ -210,39 +210,39 @@ class FSDP2Engine:
 
 
 def _build_mesh(group: ProcessGroup, *, blocks: int, device: str) -> DeviceMesh:
-    """Return the mesh of ranks, whose last dimension is the shard group."""
+    """Return the mesh of ranks. Its last dimension is the shard group."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     if blocks == 1:
         return DeviceMesh.from_group(group, device)
-    # Rows of the mesh are shard groups, so each has consecutive ranks.
+    # Mesh rows are shard groups, so each shard group has consecutive ranks.
     shape = (blocks, group.size() // blocks)
     return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _reshard_after_forward(system: SystemSpec, *, few: int) -> bool | int | None:
-    """Return `reshard_after_forward` of a case; None for torch's default, which differs by module.
+    """Return a case's `reshard_after_forward`; None for torch's default, which differs by module.
 
     Args:
-        system: Settings of the case.
-        few: Number of neighbouring ranks that keep params until backward; 0 for none.
+        system: `scenario.system`.
+        few: Number of neighbouring ranks that keep params until backward; 0 to reshard fully.
     """
-    # torch keeps the root's params unsharded, and reshards all others.
+    # torch's default keeps the root's params unsharded and reshards all others.
     if system.stage != 3:
         return None
     return few or system.reshard_after_forward
 
 
 def _prefetch(units: list[FSDPModule], *, ahead: int | None) -> None:
-    """Make each unit prefetch `ahead` more: in forward those after it, in backward those before."""
-    # Without these calls torch prefetches in backward only, in reverse order of the forward.
+    """Make each unit prefetch `ahead` units: the next in forward, the previous in backward."""
+    # Without these calls, torch only prefetches in backward, in reverse order of the forward.
     for index, unit in enumerate(units if ahead else ()):
         unit.set_modules_to_forward_prefetch(units[index + 1 :][:ahead])
         unit.set_modules_to_backward_prefetch(units[:index][::-1][:ahead])
 
 
 def local_of(value: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, and any other tensor unchanged."""
+    """Return this rank's part of a DTensor; other tensors unchanged."""
     from torch.distributed.tensor import DTensor
 
     return value.to_local() if isinstance(value, DTensor) else value

@@ -1,4 +1,4 @@
-"""Optimizers of `torch.optim` with a scenario's settings, for targets that use torch's classes."""
+"""Optimizers from `torch.optim` with a scenario's settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_sim.errors import ProtocolError
 from zero_sim.scenario.spec import OptimizerName, OptimizerSpec, ParamGroupSpec
 from zero_sim.zero.variants.whole_params import Lamb, Muon
 
-# Muon and LAMB read whole params, so they come from our variant, which gathers them from shards.
+# Muon and LAMB read whole params, so use our variants, which gather them from shards.
 _CLASSES: dict[OptimizerName, type[Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
@@ -34,11 +34,11 @@ _CLASSES: dict[OptimizerName, type[Optimizer]] = {
 
 
 OPTIMIZERS: tuple[OptimizerName, ...] = tuple(_CLASSES)
-"""Names that `class_of` knows. `muon` and `lamb` need whole params."""
+"""Names that `class_of` accepts. `muon` and `lamb` need whole params."""
 
 
 def class_of(spec: OptimizerSpec) -> type[Optimizer]:
-    """Return the class of the scenario's optimizer, from torch or else from this project.
+    """Return the class of the scenario's optimizer, from torch or zero_sim.
 
     Args:
         spec: `scenario.optimizer`.
@@ -56,7 +56,7 @@ def class_of(spec: OptimizerSpec) -> type[Optimizer]:
 
 
 def settings_of(spec: OptimizerSpec) -> dict[str, Any]:
-    """Return the scenario's settings that the optimizer's class takes, under torch's names.
+    """Return the scenario's settings for the optimizer's class, under torch's names.
 
     Args:
         spec: `scenario.optimizer`.
@@ -71,7 +71,7 @@ def settings_of(spec: OptimizerSpec) -> dict[str, Any]:
     _check_spec(spec, of="settings_of")
     _check_named(spec)
     known = _settings_known(spec.name)
-    # All settings of a scenario, of which each class takes some: SGD, for example, has no betas.
+    # Each class takes some of these settings: SGD, for example, has no betas.
     said = {
         "lr": spec.lr,
         "betas": spec.betas,
@@ -103,25 +103,25 @@ def _check_named(spec: OptimizerSpec) -> None:
 
 @cache
 def _settings_known(name: OptimizerName) -> frozenset[str]:
-    """Return the arguments of an optimizer's class."""
-    # Cached, because every rank of every case needs them and a signature takes 100 us.
+    """Return the argument names of an optimizer's class."""
+    # Cached, because every rank in every case needs them, and reading a signature takes 100 us.
     return frozenset(inspect.signature(_CLASSES[name].__init__).parameters)
 
 
 def decays_weights(spec: OptimizerSpec) -> bool:
-    """Return True if any param decays, by the optimizer's setting or a group's."""
+    """Return True if the optimizer or any param group has weight decay."""
     return bool(spec.weight_decay) or any(group.weight_decay for group in spec.groups)
 
 
 def grads_to_tell(spec: OptimizerSpec, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return gradients as they are before clipping and the update, copied if these change them.
+    """Return gradients to report after the update, copied if clipping or the update changes them.
 
     Args:
         spec: The optimizer.
         grads: Gradients before the update, by param.
     """
-    # Clipping writes to gradients. So does torch's foreach form of SGD with Nesterov's momentum,
-    # which adds the momentum in place (torch/optim/sgd.py, `_multi_tensor_sgd`).
+    # Clipping writes to gradients, and so does torch's foreach SGD with Nesterov momentum, which
+    # adds the momentum in place (torch/optim/sgd.py, `_multi_tensor_sgd`).
     clips = spec.clip_norm is not None or spec.clip_value is not None
     if clips or (spec.foreach and spec.nesterov):
         return {name: grad.clone() for name, grad in grads.items()}
@@ -129,17 +129,17 @@ def grads_to_tell(spec: OptimizerSpec, grads: Mapping[str, Tensor]) -> dict[str,
 
 
 def group_index(spec: OptimizerSpec, name: str) -> int:
-    """Return the index of a param's group; `len(spec.groups)` if no group names the param.
+    """Return the index of a param's group; `len(spec.groups)` if no group matches the param.
 
     Args:
         spec: `scenario.optimizer`.
-        name: Name of the param in the bare model.
+        name: The param's name in the bare model.
 
     Raises:
         ProtocolError: `spec` is something else, such as the scenario.
     """
     _check_spec(spec, of="group_index")
-    # The first match decides.
+    # The first match counts.
     matches = (i for i, group in enumerate(spec.groups) if name.endswith(group.match))
     return next(matches, len(spec.groups))
 
@@ -148,7 +148,7 @@ def own_settings(group: ParamGroupSpec) -> dict[str, float]:
     """Return a param group's own settings, under torch's names.
 
     Args:
-        group: One of `scenario.optimizer.groups`.
+        group: An entry of `scenario.optimizer.groups`.
     """
     # None stands for the optimizer's setting.
     said = {"lr": group.lr, "weight_decay": group.weight_decay}
@@ -156,7 +156,7 @@ def own_settings(group: ParamGroupSpec) -> dict[str, float]:
 
 
 def param_groups(spec: OptimizerSpec, params: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """Return params in the scenario's groups, as torch's optimizers take them.
+    """Return param groups for a torch optimizer, as the scenario defines them.
 
     Groups without params are omitted.
 
@@ -168,7 +168,7 @@ def param_groups(spec: OptimizerSpec, params: Mapping[str, Tensor]) -> list[dict
         ProtocolError: `spec` is something else, such as the scenario.
     """
     _check_spec(spec, of="param_groups")
-    # By index, in the scenario's order; params keep the order of the model within a group.
+    # Groups have the scenario's order, and params within a group have the model's order.
     dealt: dict[int, list[Tensor]] = {}
     for name, param in params.items():
         dealt.setdefault(group_index(spec, name), []).append(param)
@@ -182,7 +182,7 @@ def param_groups(spec: OptimizerSpec, params: Mapping[str, Tensor]) -> list[dict
 
 
 class LearningRates:
-    """A schedule that sets each group's learning rate to a multiple of its first one.
+    """A schedule that multiplies each group's initial learning rate.
 
     Example:
         >>> sgd = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.5)
@@ -191,14 +191,14 @@ class LearningRates:
         0.25
 
     Args:
-        optimizer: An optimizer of torch, or any object with `param_groups`.
+        optimizer: A torch optimizer, or any object with `param_groups`.
 
     Raises:
         ProtocolError: The object has no `param_groups`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        # By attribute and not by type, because wrappers of optimizers are no subclasses.
+        # Check the attribute, not the type, because optimizer wrappers are no subclasses.
         if not hasattr(optimizer, "param_groups"):
             raise ProtocolError(
                 f"expected an optimizer with param_groups for LearningRates, got a "
@@ -206,18 +206,18 @@ class LearningRates:
                 "write the engine without a ready class, as at the start of docs/targets.md."
             )
         self._optimizer = optimizer
-        # One per group, because groups may have learning rates of their own.
+        # By group, because groups may have their own learning rates.
         self._base = [group["lr"] for group in optimizer.param_groups]
 
     def scale(self, factor: float) -> None:
-        """Set each learning rate to `factor` times its first value."""
-        # From the first value, because a factor of 0 could not be undone from the present one.
+        """Set each learning rate to `factor` times its initial value."""
+        # Start from the initial value, because a present value of 0 could not grow again.
         for group, base in zip(self._optimizer.param_groups, self._base, strict=True):
             group["lr"] = base * factor
 
 
 def plain_optimizer(spec: OptimizerSpec, params: Mapping[str, nn.Parameter]) -> Optimizer:
-    """Build the scenario's optimizer over whole params, with its groups and settings.
+    """Build the scenario's optimizer over whole params.
 
     Args:
         spec: `scenario.optimizer`.
@@ -232,20 +232,20 @@ def plain_optimizer(spec: OptimizerSpec, params: Mapping[str, nn.Parameter]) -> 
 
 
 def flat_state(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a param's optimizer state in the form of `OwnedPart.state`.
+    """Return a param's optimizer state in the form of `OwnedPart.state`.
 
     Args:
         state: `optimizer.state[param]`, with tensors of any shape and other values.
 
     Returns:
-        1D views by torch's keys, and 0D counters unchanged. Values that are no tensors are omitted.
+        1D views by torch's keys, and 0D counters unchanged. Other values are omitted.
 
     Example:
         >>> flat_state({"exp_avg": torch.zeros(2, 3), "name": "up"})["exp_avg"].shape
         torch.Size([6])
     """
     return {
-        # A 0D tensor belongs to the whole param, so a fragment has all of it.
+        # A 0D tensor belongs to the whole param, so report it for every fragment.
         key: value.detach().reshape(-1) if value.dim() else value
         for key, value in state.items()
         if isinstance(value, Tensor)
