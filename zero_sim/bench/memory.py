@@ -63,7 +63,7 @@ def print_many_ranks(world_size: int) -> None:
 
 
 def _branching(rank: int) -> None:
-    # Odd ranks make another call first, as in programs with different work on each rank.
+    # Odd ranks first make another torch call, as in programs with different work on each rank.
     if rank % 2:
         torch.zeros(rank)
     dist.all_reduce(torch.tensor([float(rank)]))

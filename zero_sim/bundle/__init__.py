@@ -1,4 +1,4 @@
-"""Bundles: a failed case as a folder of JSON and safetensors that anyone can inspect and replay."""
+"""Bundles: folders of JSON and safetensors with a failed case, to inspect and replay anywhere."""
 
 from zero_sim.bundle.freeze import freeze, frozen_path
 from zero_sim.bundle.read import find_bundle, find_bundles, read_bundle

@@ -1,4 +1,4 @@
-"""Frozen cases: the case of a bundle as a separate scenario file, for regression tests."""
+"""Frozen cases: a bundle's case as a separate scenario file, for regression tests."""
 
 from __future__ import annotations
 
@@ -15,45 +15,46 @@ from zero_sim.untrusted import printable
 
 
 def frozen_path(bundle: Bundle, *, folder: Path, name: str = "", force: bool = False) -> Path:
-    """Return the path for the frozen case of a bundle.
+    """Return the path for a bundle's frozen case.
 
     Args:
         bundle: The bundle.
         folder: Folder of the file.
-        name: Name of the file without `.toml`; by default, the check and the bundle's id.
+        name: File name without `.toml`; by default, the check and the bundle's id.
         force: True to allow an existing file.
 
     Raises:
-        UsageError: If the file exists, or the name is no valid file name.
+        UsageError: The file exists, or the name is no valid file name.
     """
-    # With a part of the id, because several bundles may be of the same check.
+    # Includes a part of the id, because several bundles may have the same check.
     name = name or f"{bundle.findings[0].check.replace('.', '-')}-{bundle.id[:6]}"
-    # Names may come from bundles of others: no folders, hidden files or control characters.
+    # The name may come from someone else's bundle, so refuse folders, hidden files and control
+    # characters.
     if Path(name).name != name or name.startswith(".") or printable(name) != name:
         raise UsageError(
-            "expected the name of a file, without a folder and without control characters, got "
+            "expected a file name, without a folder and without control characters, got "
             f"{name!r}. Choose another --name."
         )
-    # Users give names with and without the suffix.
+    # Users may write the suffix or not.
     path = folder / f"{name.removesuffix('.toml')}.toml"
-    # lexists, so that a dangling link counts too.
+    # lexists, because a dangling link counts too.
     if os.path.lexists(path) and not force:
-        raise UsageError(f"{path}: expected a new file, got an old one. Use --force, or --name.")
+        raise UsageError(f"{path}: expected a new file, but it exists. Use --force, or --name.")
     return path
 
 
 def freeze(bundle: Bundle, path: Path) -> None:
-    """Write the case of a bundle, with a description of its first finding.
+    """Write a bundle's case, with a description of the first finding.
 
     Args:
         bundle: The bundle.
-        path: The file; an existing one is replaced.
+        path: The file, replaced if it exists.
 
     Raises:
-        UsageError: If the file cannot be written.
-        EnvironmentProblem: If the disk is full.
+        UsageError: The file cannot be written.
+        EnvironmentProblem: The disk is full.
     """
-    # Without a name, a case is named after its file.
+    # No name, so the case gets the file's name.
     scenario = dataclasses.replace(bundle.scenario, name="", description=_description(bundle))
     text = f"# Frozen from bundle {bundle.id}.\n{to_chosen_toml(scenario)}"
     try:
@@ -73,7 +74,7 @@ def _description(bundle: Bundle) -> str:
     ]
     place = f" ({', '.join(where)})" if where else ""
     found = f"{first.check}: {first.message}{place}; found{day} by zero_sim "
-    # The case's own description comes last, because the limit may cut it.
+    # The case's description comes last, because the limit may cut it.
     before = bundle.scenario.description
     text = f"{found}{bundle.environment.zero_sim}{f'; {before}' if before else ''}"
     return printable(text, lines=True)[:DESCRIPTION_CHARS_MAX]

@@ -1,4 +1,4 @@
-"""Reader of bundles from untrusted sources: everything is checked and nothing is executed."""
+"""Reader for bundles from untrusted sources: everything is checked, nothing is executed."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ from zero_sim.untrusted_json import (
     show,
 )
 
-# The head has the smaller limit, because it is parsed before any hash can be checked.
+# The head's limit is smaller, because it is parsed before any hash can be checked.
 HEAD_BYTES_MAX = 1 << 26
 FILE_BYTES_MAX = 1 << 30
-"""Limits of files, in bytes. zero_sim writes no larger ones, so those are refused unread."""
+"""Size limits in bytes. zero_sim writes no larger files, so they are refused unread."""
 
 _IDS_SHOWN = 5
-# Shown in commands, never imported from a bundle; the pattern keeps such a command harmless.
+# A bundle's target is shown in commands, never imported. The pattern keeps commands harmless.
 _TARGET = matching(
     r"(?!.{201})([^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*)?", "a name such as module:name"
 )
@@ -69,31 +69,31 @@ _DAY = matching(r"(\d{4}-\d\d-\d\d)?", "a day such as 2026-07-31")
 
 
 def find_bundle(name: str, *, folder: Path) -> Path:
-    """Return the folder of a bundle.
+    """Return a bundle's folder.
 
     Args:
         name: A path, the bundle's id, or the beginning of the id.
-        folder: Folder of all bundles.
+        folder: Folder with all bundles.
 
     Raises:
-        BundleError: If no bundle or several match.
+        BundleError: No bundle matches, or several do.
     """
-    # A path wins over an id of the same name.
+    # A path takes precedence over an equal id.
     if os.path.isdir(name):
         return Path(name)
     known = sorted(path.parent.name for path in folder.glob(f"*/{BUNDLE_FILE}"))
     # The writer's unfinished folders begin with a dot.
     known = [entry for entry in known if not entry.startswith(".")]
-    # Every id starts with the empty string, so an empty name would match a folder's only bundle.
+    # Every id starts with "", which would match a folder's only bundle.
     found = [entry for entry in known if name and entry.startswith(name)]
     if len(found) == 1:
         return folder / found[0]
     shown = ", ".join((found or known)[:_IDS_SHOWN])
     have = f"{len(found or known)} ({shown})" if known else "none"
-    wanted = "the id of one bundle" if not found else f"more of the id than {name!r}"
+    wanted = "a bundle's id" if not found else f"more of the id than {name!r}"
     raise BundleError(
         printable(
-            f"{folder}: expected {wanted} or a path to one, got {name!r}; bundles there: {have}. "
+            f"{folder}: expected {wanted} or a bundle's path, got {name!r}; bundles there: {have}. "
             "Try --bundles with the folder that `zero-sim run` wrote to."
         )
     )
@@ -103,11 +103,11 @@ def find_bundles(names: Sequence[str], *, folder: Path) -> list[Path]:
     """Return the folders of several bundles, each once.
 
     Args:
-        names: As for `find_bundle`, or folders of bundles; empty for all in `folder`.
-        folder: Folder of all bundles.
+        names: As for `find_bundle`, or folders with bundles; empty for all bundles in `folder`.
+        folder: Folder with all bundles.
 
     Raises:
-        BundleError: If one of them is missing, or there are none.
+        BundleError: A bundle is missing, or there are none.
     """
     found: list[Path] = []
     for name in names or [str(folder)]:
@@ -124,19 +124,19 @@ def find_bundles(names: Sequence[str], *, folder: Path) -> list[Path]:
             f"{folder}: expected bundles, got none. "
             "Try --bundles with the folder that `zero-sim run` wrote to."
         )
-    # Each once: a bundle may be named by path and by id.
+    # Remove duplicates, because a bundle may be named by path and by id.
     return list(dict.fromkeys(found))
 
 
 def read_bundle(path: Path) -> Bundle:
-    """Read a bundle and check all of it.
+    """Read a bundle and check all its parts.
 
     Args:
-        path: Its folder.
+        path: The bundle's folder.
 
     Raises:
-        BundleError: If it is incomplete, changed, of a newer version or no bundle, or if its
-            scenario is not valid here.
+        BundleError: It is incomplete, changed, from a newer version or no bundle, or its scenario
+            is not valid here.
     """
     try:
         return _read(path)
@@ -175,9 +175,9 @@ class _Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Head:
-    """Content of `BUNDLE_FILE`, apart from format and version.
+    """Content of `BUNDLE_FILE`, except format and version.
 
-    Fields with a default are missing from older bundles.
+    Fields with a default are missing in older bundles.
     """
 
     id: str
@@ -198,7 +198,7 @@ class _Head:
 
 
 def _read(path: Path) -> Bundle:
-    # Each part is checked against those before it: first the head, then files, case and findings.
+    # Check each part against the parts before it: head, files, case, findings, logs.
     head = _read_head(path)
     files = _read_files(path, head.files)
     scenario = _scenario(path, head.scenario)
@@ -209,7 +209,7 @@ def _read(path: Path) -> Bundle:
     findings = list(head.findings)
     if not findings:
         raise InvalidField("findings: expected at least one, got none")
-    # The id is computed again, so a changed scenario or finding shows.
+    # Compute the id again, to detect a changed scenario or finding.
     if head.id != (own := bundle_id(scenario, findings[0], ran=ran)):
         raise InvalidField(
             f"id: expected {own}, the id of the scenario and the first finding, got {head.id!r}"
@@ -217,14 +217,14 @@ def _read(path: Path) -> Bundle:
     rank_stop = max(world_sizes(scenario))
     for index, finding in enumerate(findings):
         check_finding(finding, where=f"findings[{index}]", rank_stop=rank_stop)
-    # Not hashed: comments in the file may change, the case may not.
+    # The case file has no hash, because its comments may change, but not its case.
     case = _decoded(_read_file(path / CASE_FILE, bytes_max=FILE_BYTES_MAX), CASE_FILE)
     check_case(case, scenario, seed=head.seed)
     for index, evidence in _evidence(head.evidence, files, finding_count=len(findings)).items():
         findings[index] = dataclasses.replace(findings[index], evidence=evidence)
     if head.strip is not None:
         check_buffer_map(head.strip, rank_stop=rank_stop)
-    # Digests are comparable only within a version, because each version hashes other fields.
+    # Only compare digests of the same version, because each version hashes other fields.
     is_hashed = head.environment.zero_sim == zero_sim.__version__
     return Bundle(
         id=head.id,
@@ -242,10 +242,10 @@ def _read(path: Path) -> Bundle:
 
 def _read_head(path: Path) -> _Head:
     table = parse(_read_file(path / BUNDLE_FILE, bytes_max=HEAD_BYTES_MAX), where=BUNDLE_FILE)
-    # Format and version before the fields, whose errors would mislead for any other file.
+    # Check format and version first, because errors about fields would mislead for other files.
     if not isinstance(table, dict) or table.pop("format", None) != FORMAT:
         raise InvalidField(
-            f'{BUNDLE_FILE}: expected a bundle, "format": "{FORMAT}", got something else'
+            f'{BUNDLE_FILE}: expected a bundle, with "format": "{FORMAT}", got something else'
         )
     version = build_record(int, table.pop("version", None), where="version")
     if version > VERSION:
@@ -253,10 +253,10 @@ def _read_head(path: Path) -> _Head:
             f"version: expected at most {VERSION}, got {version}: a newer zero_sim wrote it. "
             "Upgrade zero_sim to read it"
         )
-    # 1 is the first version, so there are no older bundles to read.
+    # Version 1 is the first, so there are no older bundles to read.
     if version != VERSION:
         raise InvalidField(f"version: expected {VERSION}, got {version}")
-    # All integers outside the scenario are counts or indices.
+    # All integers outside the scenario are counts or indices, so they cannot be negative.
     counts = {name: value for name, value in table.items() if name != "scenario"}
     check_integers(counts, where=BUNDLE_FILE, least=0)
     return build_record(_Head, table, where=BUNDLE_FILE)
@@ -264,7 +264,7 @@ def _read_head(path: Path) -> _Head:
 
 def _read_file(path: Path, *, bytes_max: int) -> bytes:
     try:
-        # Never follow a link: it could show the reader a file from elsewhere on the machine.
+        # Do not follow links, which could expose other files on this machine.
         return read_regular(path, bytes_max=bytes_max, follow=False)
     except Unreadable as reason:
         raise InvalidField(f"expected to read {path.name}, got: {reason}") from None
@@ -281,7 +281,7 @@ def _decoded(data: bytes, where: str) -> str:
 
 def _read_files(path: Path, named: Mapping[str, _File]) -> dict[str, bytes]:
     """Return the content of the files named in the head, checked by size and hash."""
-    # Only fixed names, so a head cannot name files elsewhere.
+    # Allow only fixed names, so a head cannot name files elsewhere.
     needed, known = {TURNS_FILE, EVENTS_FILE}, {TURNS_FILE, EVENTS_FILE, TENSORS_FILE}
     # Tensors are optional, because a finding may have no evidence.
     if not needed <= named.keys() <= known:
@@ -291,11 +291,11 @@ def _read_files(path: Path, named: Mapping[str, _File]) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for file, facts in named.items():
         data = _read_file(path / file, bytes_max=FILE_BYTES_MAX)
-        # The size before the hash, because it separates a truncated copy from an edited file.
+        # Check the size first, to distinguish a truncated copy from an edited file.
         if len(data) != facts.bytes:
             raise InvalidField(f"expected {facts.bytes} bytes in {file}, got {len(data)}")
         if hashlib.sha256(data).hexdigest() != facts.sha256:
-            raise InvalidField(f"expected {file} as it was written, got one that was changed later")
+            raise InvalidField(f"expected {file} as it was written, but it was changed later")
         found[file] = data
     return found
 
@@ -307,7 +307,7 @@ def _scenario(path: Path, raw: dict[str, object]) -> Scenario:
         where = printable(f"{path}: expected a valid scenario in {BUNDLE_FILE}, got:")
         raise BundleError(f"{where}\n{lines}")
     names = (*target_names(), *library_target_names())
-    # Registered names only; others would have to be imported.
+    # Only registered names, because any other target would have to be imported.
     if scenario.system.target not in names:
         raise InvalidField(
             f"scenario.system.target: expected a registered target ({', '.join(names)}), "
@@ -354,7 +354,7 @@ def _logs(
     check_logs(logs, scenario)
     sizes = world_sizes(scenario)
     for i, log in enumerate(logs):
-        # A turn is the rank that ran, and a replay gives the turn to this rank of its world.
+        # A turn is the rank that ran; a replay gives the turn to this rank.
         log.turns = integers(turns[i], stop=sizes[i], where=f"{TURNS_FILE}[{i}]")
     # Groups by index, separately for each world.
     groups: list[list[_Group]] = [[] for _ in worlds]
@@ -364,11 +364,11 @@ def _logs(
         if not isinstance(event, dict):
             raise InvalidField(f"{where}: expected an object, got {show(event)}")
         (world,) = integers([event.pop("world", None)], stop=len(logs), where=f"{where}.world")
-        # Groups come before their calls, so an index can refer only to a known group.
+        # Groups come before their calls, so an index can only refer to a known group.
         _add_event(logs[world], groups[world], event, where, rank_stop=sizes[world])
     for i, (world, log) in enumerate(zip(worlds, logs, strict=True)):
         counts = (len(log.collectives), len(log.moments), len(log.turns))
-        # Without this, a file cut at a line would pass for a shorter run if its hash was adapted.
+        # Otherwise a file cut after some line, with its hash adapted, would pass as a shorter run.
         if counts != (world.calls, world.moments, world.turns):
             raise InvalidField(
                 f"worlds[{i}]: expected {world.calls} calls, {world.moments} moments and "
@@ -378,11 +378,11 @@ def _logs(
         if world.refused is not None:
             integers([world.refused], stop=len(log.collectives), where=f"worlds[{i}].refused")
         log.refused = world.refused
-        # Without faults, because a bundle does not contain the results of planned faults.
+        # Without faults, because bundles do not contain results of planned faults.
         if is_hashed and log.digest(with_faults=False) != world.digest:
             raise InvalidField(
-                f"worlds[{i}].digest: expected that of the events, got {world.digest[:80]!r}: the "
-                "bundle was changed after it was written"
+                f"worlds[{i}].digest: expected the digest of the events, got "
+                f"{world.digest[:80]!r}: the bundle was changed after it was written"
             )
     return logs
 
@@ -404,14 +404,14 @@ def _add_event(
         (index,) = integers([event.pop("group", None)], stop=len(groups), where=f"{where}.group")
         group = groups[index]
         if build_record(bool, event.pop("harness", False), where=f"{where}.harness"):
-            # The index that the record gets when it is appended below.
+            # The record's index, because it is appended below.
             log.harness.add(len(log.collectives))
-        # Ranks are checked once per group and set afterwards: 1,000 ranks make many calls.
+        # Ranks are checked once per group and set afterwards, because 1,000 ranks make many calls.
         whole = event | {"group": group.name, "group_ranks": []}
         record = build_record(CollectiveRecord, whole, where=where)
         record = record._replace(group_ranks=group.ranks)
         if record.rank not in group.ranks:
-            raise InvalidField(f"{where}.rank: expected one of the group's, got {record.rank}")
+            raise InvalidField(f"{where}.rank: expected a rank of the group, got {record.rank}")
         log.collectives.append(record)
     elif kind == "moment":
         moment = build_record(Moment, event, where=where)

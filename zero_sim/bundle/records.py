@@ -1,4 +1,4 @@
-"""Records of a bundle, and the id that names it."""
+"""Records of a bundle, and its id."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zero_sim.sim import EventLog
 
 FORMAT = "zero_sim bundle"
 VERSION = 1
-# 48 bits of the hash: short enough to type, long enough for the failures of one folder.
+# 48 bits of the hash: short enough to type, long enough for all failures in a folder.
 ID_CHARS = 12
 
 BUNDLE_FILE = "bundle.json"
@@ -34,7 +34,7 @@ TENSORS_FILE = "tensors.safetensors"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """Environment of a run, as far as its bits may depend on it."""
+    """Facts about machine and versions on which a run's bits may depend."""
 
     zero_sim: str
     torch: str
@@ -42,14 +42,14 @@ class Environment:
     numpy: str
     platform: str
     cpu_capability: str
-    """Vector instructions used by torch's kernels."""
+    """Vector instructions in torch's kernels."""
     threads: int
-    """Compute threads of torch outside of cases. Cases always use one."""
+    """torch's compute threads outside of cases. Cases always use a single thread."""
     device: str = ""
-    """Device of ranks and reference, with its model; empty for the CPU."""
+    """Device of ranks and reference, with its model; "" for the CPU."""
 
     def differences(self, here: Environment) -> Iterator[str]:
-        """Yield a line for each difference to the environment here."""
+        """Yield a line for each difference from the environment here."""
         for column in dataclasses.fields(self):
             then, now = getattr(self, column.name), getattr(here, column.name)
             if then != now:
@@ -64,7 +64,7 @@ def current_environment(device: str = "cpu") -> Environment:
     """
     return Environment(
         zero_sim=zero_sim.__version__,
-        # A plain string: torch's TorchVersion compares by the rules of versions, not by its text.
+        # Convert to str, because TorchVersion compares as a version, not as text.
         torch=str(torch.__version__),
         python=platform.python_version(),
         numpy=numpy.__version__,
@@ -77,19 +77,19 @@ def current_environment(device: str = "cpu") -> Environment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ran:
-    """Settings of a run that are not part of its scenario."""
+    """Settings of a run outside its scenario."""
 
     target: str = ""
-    """`module:name` of an imported system under test; empty if the scenario names a registered
-    target."""
+    """`module:name` of an imported target; "" if the scenario names a registered target."""
     device: str = "cpu"
     """Device of ranks and reference."""
     backend: Literal["sim", "gloo", "nccl"] = "sim"
-    """Backend of the collectives. Real backends record no events."""
+    """Backend of collectives. Real backends record no events."""
 
     @property
     def device_named(self) -> str:
-        """Device option for commands; for real processes, the backend implies the device."""
+        """Value of --device in commands."""
+        # On real processes, the backend implies the device.
         return self.device if self.backend == "sim" else "cpu"
 
 
@@ -101,36 +101,35 @@ class Bundle:
     scenario: Scenario
     verdict: Verdict
     findings: tuple[Finding, ...]
-    """One or more findings, with evidence if available."""
+    """At least one finding, with evidence if available."""
     notes: tuple[str, ...]
     environment: Environment
     logs: tuple[EventLog, ...]
-    """Event log of each world of the case."""
+    """Event log of each world in the case."""
     strip: BufferMap | None = None
-    """Flat buffer of the first finding that lies in one; None if there is no such finding."""
+    """Map of the flat buffer with the first finding in any buffer; None if no finding is in one."""
     ran: Ran = Ran()
     written: str = ""
-    """Day of writing, such as `2026-07-31`; empty in older bundles."""
+    """Day of writing, such as `2026-07-31`; "" in older bundles."""
 
 
 def bundle_id(scenario: Scenario, finding: Finding, *, ran: Ran | None = None) -> str:
     """Return the id of a failure: 12 hex digits, a hash of the case and the first finding.
 
-    Names are excluded, so the same failure has the same id in every scenario file.
-
     Args:
-        scenario: The case that failed.
+        scenario: The failed case.
         finding: The first finding.
         ran: Settings of the run; None for the simulated world on the CPU.
     """
     ran = ran or Ran()
+    # Without names, so that a failure has the same id in every scenario file.
     anonymous = dataclasses.replace(scenario, name="", description="")
     facts: list[object] = [to_chosen_data(anonymous), finding.identity]
-    # Defaults are omitted, so ids do not change when a setting is added.
+    # Without defaults, so that ids do not change when a setting is added.
     if ran.target:
         facts.append(ran.target)
     if (ran.device, ran.backend) != ("cpu", "sim"):
         facts.append({"device": ran.device, "backend": ran.backend})
-    # Sorted, so that the order of fields in the code does not change ids.
+    # Sorted, so that ids do not depend on the order of fields in the code.
     text = json.dumps(facts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:ID_CHARS]

@@ -1,4 +1,4 @@
-"""Replay of a bundle: run its case again and report whether it still fails."""
+"""Replay of a bundle: run its case again and report if it still fails."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from zero_sim.sim import EventLog
 from zero_sim.targets import Target
 
 Outcome = Literal["fixed", "failed", "error"]
-"""Result of a replay. `fixed`: the case passes; `failed`: it still fails; `error`: it could not be
+"""Outcome of a replay. `fixed`: the case passes; `failed`: it still fails; `error`: it could not be
 judged here."""
 
 _INCONCLUSIVE_STATUS = 3
-# The exit status of `zero-sim run` for inconclusive cases.
+# As for `zero-sim run`.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replayed:
-    """Result of a replay, beside the bundle's first finding."""
+    """Result of a replay, compared with the bundle's first finding."""
 
     id: str
     outcome: Outcome
@@ -36,10 +36,10 @@ class Replayed:
     then: Finding
     """First finding in the bundle."""
     same_events: bool | None
-    """True if every rank took the same turns and made the same calls; None for real processes,
-    which record no events."""
+    """True if all ranks had the same turns and calls; None for real processes, which record no
+    events."""
     differences: tuple[str, ...]
-    """Differences of this environment to the bundle's, one line each."""
+    """Lines with differences between the bundle's environment and this environment."""
     exit_status: int
 
     @property
@@ -49,7 +49,7 @@ class Replayed:
 
     @property
     def same(self) -> bool:
-        """True if check, step, rank and param of both first findings are equal."""
+        """True if the first finding has the same check, step, rank and param as in the bundle."""
         return self.now is not None and self.now.identity == self.then.identity
 
     def as_dict(self) -> dict[str, object]:
@@ -74,30 +74,30 @@ def replay_bundle(
     target: Target | None = None,
     device: str | None = None,
 ) -> Replayed:
-    """Run the case of a bundle again, with its recorded turns if it has any.
+    """Run a bundle's case again, with its recorded turns if it has any.
 
     Args:
         bundle: The bundle to replay.
         pool: Worlds to reuse.
         target: The system under test; None for the registered target that the scenario names.
-        device: Device to compute on; None for the bundle's.
+        device: Device to compute on; None for the bundle's device.
 
     Raises:
-        UsageError: If the bundle names an imported system and `target` is None; or if the case ran
-            on real processes, and `target` or another device is given.
+        UsageError: The bundle names an imported target, but `target` is None; or the case ran on
+            real processes, but `target` or another device is given.
     """
     ran = bundle.ran
     if target is None and ran.target:
         raise UsageError(
-            # Importing executes code, so an untrusted bundle must not decide it.
-            f"expected --target {ran.target}, because the case is of that system, got none. "
-            f"If you trust that module, run `zero-sim replay {bundle.id} --target {ran.target}`: "
+            # An import executes code, so an untrusted bundle must not decide it.
+            f"expected --target {ran.target}, because the case needs this target, got none. "
+            f"If you trust its module, run `zero-sim replay {bundle.id} --target {ran.target}`: "
             "names in a bundle are not imported by themselves."
         )
     if ran.backend != "sim" and (target is not None or device not in (None, ran.device)):
         raise UsageError(
-            f"expected no --target or --device for a case of backend {ran.backend}, because both "
-            "need the simulated world, got one of them. Use `zero-sim run` with the bundle's "
+            f"expected no --target or --device for a case on {ran.backend}, because both need the "
+            "simulated world, got one of them. Use `zero-sim run` with the bundle's "
             f"{CASE_FILE}."
         )
     device = device or ran.device
@@ -112,7 +112,7 @@ def replay_bundle(
         else:
             with on_workers(own_setup(ran.backend), explainer=EXPLAINER) as judge:
                 result = judge(bundle.scenario)
-    # A result and no exception, so that JSON shows the error next to the bundle's finding.
+    # Return a result, not an exception, so that JSON shows the error next to the bundle's finding.
     except ZeroSimError as error:
         seconds = time.perf_counter() - started
         result = not_judged(bundle.scenario.name, str(error), seconds=seconds)
@@ -124,7 +124,7 @@ def replay_bundle(
             case "fail":
                 outcome, status = "failed", 1
             case "inconclusive":
-                # An inconclusive run could not have failed, so it proves no fix.
+                # An inconclusive run cannot fail, so it proves no fix.
                 outcome, status = "error", _INCONCLUSIVE_STATUS
             case "error":
                 outcome, status = "error", UsageError.exit_status
@@ -144,12 +144,12 @@ def _again(
 ) -> CaseResult:
     check_device(device)
     turns = [log.turns for log in bundle.logs]
-    # The turns decide the schedule. The logs are kept to compare their digests.
+    # The turns fix the schedule. Keep the logs to compare their digests.
     return run_case(
         bundle.scenario, pool=pool, target=target, turns=turns, keep_logs=True, device=device
     )
 
 
 def _digests(logs: Sequence[EventLog]) -> list[str]:
-    """Hash turns and calls; results of planned faults follow from these and are not in bundles."""
+    """Hash turns and calls, but not results of planned faults, which bundles do not contain."""
     return [log.digest(with_faults=False) for log in logs]

@@ -1,4 +1,4 @@
-"""Writer of bundles; each is written completely or not at all."""
+"""Writer for bundles: a bundle is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ _REPLACE_TRIES = 5
 def write_bundle(
     scenario: Scenario, result: CaseResult, *, folder: Path, ran: Ran | None = None
 ) -> Path:
-    """Write the bundle of a failed case, in place of an earlier bundle of the same failure.
+    """Write a failed case as a bundle, which replaces an earlier bundle of the same failure.
 
     Args:
-        scenario: The case that failed.
+        scenario: The failed case.
         result: Its result, with at least one finding, and with event logs if available.
-        folder: Folder of all bundles, created if missing.
+        folder: Folder with all bundles, created if missing.
         ran: Settings of the run; None for the simulated world on the CPU.
 
     Returns:
         The bundle's folder, named by its id.
 
     Raises:
-        OSError: If it cannot be written. An earlier bundle is then unchanged.
+        OSError: It cannot be written. An earlier bundle stays unchanged.
     """
     ran = ran or Ran()
     name = bundle_id(scenario, result.findings[0], ran=ran)
@@ -62,14 +62,14 @@ def write_bundle(
     tensors = _tensors(result.findings)
     if tensors:
         files[TENSORS_FILE] = save(tensors)
-    # The head comes last, because it contains size and hash of the other files.
+    # The head comes last, because it contains sizes and hashes of the other files.
     head = _head(scenario, result, name=name, files=files, ran=ran)
     files[BUNDLE_FILE] = (json.dumps(head, indent=2) + "\n").encode()
     comment = f"# The case of bundle {name}, with every default written out.\n"
     # Names may come from file names, which need not be valid Unicode.
     files[CASE_FILE] = (comment + to_toml(scenario)).encode(errors="replace")
     folder.mkdir(parents=True, exist_ok=True)
-    # In the same folder, so that the rename is atomic; hidden, so that readers skip it.
+    # In the same folder, so that the rename is atomic. Hidden, so that readers skip it.
     unfinished = folder / f".{name}-{os.getpid()}-{secrets.token_hex(4)}"
     unfinished.mkdir()
     try:
@@ -82,11 +82,12 @@ def write_bundle(
 
 
 def _move(source: Path, target: Path) -> None:
-    """Move a folder over another one, which cannot be overwritten while it contains files."""
-    # Two renames are not atomic together, so another process may come in between.
-    # After the last try, its bundle stays: the id is the same, so it is of the same failure.
+    """Replace a folder by another folder."""
+    # rename() cannot replace a folder with files, so rename the old folder first. Between both
+    # renames, another process may write its bundle. After the last try its bundle stays, because
+    # the same id means the same failure.
     for _ in range(_REPLACE_TRIES):
-        # Hidden as well, because the source's name begins with a dot.
+        # Also hidden, because the source's name begins with a dot.
         old = source.with_name(f"{source.name}-old")
         with contextlib.suppress(FileNotFoundError):
             target.rename(old)
@@ -95,7 +96,7 @@ def _move(source: Path, target: Path) -> None:
         except OSError:
             # Another process wrote the same failure first, or the folder is not writable.
             if not target.exists():
-                # Not writable: restore the earlier bundle.
+                # The folder is not writable, so restore the earlier bundle.
                 if old.exists():
                     old.rename(target)
                 raise
@@ -119,7 +120,7 @@ def _head(
         "id": name,
         "verdict": result.verdict,
         "scenario": to_data(scenario),
-        # Also in the scenario; the reader refuses a bundle in which the two differ.
+        # The scenario contains it too. The reader refuses bundles in which the two differ.
         "seed": scenario.run.seed,
         "findings": [finding.as_dict() for finding in result.findings],
         "evidence": [
@@ -151,7 +152,7 @@ def _head(
 
 def _tensors(findings: Sequence[Finding]) -> dict[str, Tensor]:
     return {
-        # safetensors refuses tensors that are not contiguous, such as strided views.
+        # safetensors refuses strided views.
         f"{index}.{side}": getattr(finding.evidence, side).contiguous()
         for index, finding in enumerate(findings)
         if finding.evidence is not None
@@ -160,8 +161,9 @@ def _tensors(findings: Sequence[Finding]) -> dict[str, Tensor]:
 
 
 def _events(logs: Sequence[EventLog]) -> Iterator[str]:
-    """Yield one JSON object per line; ranks once per group, or large worlds would fill the disk."""
+    """Yield a line of JSON for each event."""
     for world, log in enumerate(logs):
+        # Write ranks once per group, because ranks in each call of a large world fill the disk.
         groups: dict[tuple[str, tuple[int, ...]], int] = {}
         for index, record in enumerate(log.collectives):
             key = (record.group, record.group_ranks)
@@ -169,10 +171,10 @@ def _events(logs: Sequence[EventLog]) -> Iterator[str]:
                 groups[key] = len(groups)
                 ranks = list(record.group_ranks)
                 yield _line(world, "group", {"name": record.group, "ranks": ranks})
-            # By index into the groups above, which is much shorter than name and ranks.
+            # A call refers to its group by index.
             fields = record._asdict() | {"group": groups[key]}
             del fields["group_ranks"]
-            # Omitted if false, which is the default of the reader.
+            # Omitted if False, the reader's default.
             if index in log.harness:
                 fields["harness"] = True
             yield _line(world, "call", fields)
@@ -181,5 +183,5 @@ def _events(logs: Sequence[EventLog]) -> Iterator[str]:
 
 
 def _line(world: int, event: str, fields: Mapping[str, object]) -> str:
-    # Without blanks, because a run has a line for each call of each rank.
+    # Without blanks, because a run has a line for each call on each rank.
     return json.dumps({"world": world, "event": event, **fields}, separators=(",", ":"))

@@ -1,1 +1,1 @@
-"""Replicated tensors and rows read by the ranks of a script, compared in each of its runs."""
+"""Replicated tensors and data rows of a script's ranks, compared in each run."""

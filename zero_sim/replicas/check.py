@@ -1,13 +1,13 @@
-"""Comparison of tensors that should be replicas, among the ranks of one run, as forwards use them.
+"""Comparison of tensors that should be replicas between ranks, when forwards use them.
 
-Params of DistributedDataParallel, buffers that it broadcasts, and DTensors with replicated
-placements are declared replicas. Other tensors of equal name and shape are only suspected to be:
+DistributedDataParallel's params, the buffers that it broadcasts, and DTensors with replicated
+placements are declared replicas. Other tensors with equal name and shape may be replicas or not:
 experts and personal layers differ in a correct script.
 
 [Note: the index of a value]
-Ranks reach the same forward at different times, and may call different numbers of forwards. So the
-compared values are those of the first forward after the same number of optimizer steps on the
-tensor itself. Without an optimizer, forwards whose backward reduces gradients are counted instead.
+Ranks reach the same forward at different times, and may call different numbers of forwards. So
+values are compared in the first forward after the same number of optimizer steps on the tensor. If
+there is no optimizer, forwards whose backward reduces gradients are counted instead.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from torch import Tensor
 from zero_sim.findings.compare import Difference, find_difference
 
 KEPT_BYTES = 1 << 30
-"""Limit of the memory of values that wait for other ranks. The oldest are dropped, uncompared."""
+"""Memory limit for values that wait for other ranks. The oldest values are dropped, uncompared."""
 
 
 class ReplicaKey(NamedTuple):
     """A tensor that several ranks have."""
 
     declared: str
-    """Declaration as a replica, such as `DistributedDataParallel`; empty if there is none."""
+    """What declares it a replica, such as `DistributedDataParallel`; "" if nothing does."""
     name: str
     shape: tuple[int, ...]
     place: tuple[object, ...] = ()
-    """World ranks of its group or mesh, and coordinates on mesh dimensions that shard it."""
+    """World ranks of its group or mesh, and the coordinates in mesh dimensions that shard it."""
 
 
 class ValueIndex(NamedTuple):
@@ -44,11 +44,11 @@ class ValueIndex(NamedTuple):
     steps: int
     """Optimizer steps on the tensor."""
     forwards: int = 0
-    """Forwards that reduce gradients, if no optimizer has stepped on the tensor."""
+    """Forwards that reduce gradients, if no optimizer has stepped the tensor."""
 
     @property
     def text(self) -> str:
-        """Description of the time."""
+        """Description for messages."""
         if self.forwards > 1:
             return f"as forward {self.forwards} used it"
         return f"as the first forward{f' after step {self.steps}' if self.steps else ''} used it"
@@ -56,20 +56,20 @@ class ValueIndex(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drift:
-    """The first difference between two ranks' values of one tensor."""
+    """The first difference between two ranks' values of a tensor."""
 
     key: ReplicaKey
     index: ValueIndex
     excuse: str
-    """Reason why a correct script may have this difference; empty for a finding."""
+    """Reason why a correct script may have this difference; "" for a finding."""
     ranks: tuple[int, int]
-    """The first two ranks found to differ, the lower one first."""
+    """The first two ranks found to differ, the lower rank first."""
     difference: Difference
-    """Difference, with the lower rank's values as the expected ones."""
+    """The difference. The lower rank has the expected values."""
 
     @property
     def text(self) -> str:
-        """Description of the difference."""
+        """Description for messages."""
         of = f" of {self.key.declared}" if self.key.declared else ""
         (one, other), found = self.ranks, self.difference
         return (
@@ -90,23 +90,23 @@ class _Entry:
 
 
 class ReplicaCheck:
-    """Comparison of the tensors of all ranks of one run.
+    """Comparison of tensors between all ranks in a run.
 
     Args:
-        allowed: Patterns of names that may differ, as for `fnmatch`.
+        allowed: `fnmatch` patterns of names that may differ.
     """
 
     def __init__(self, *, allowed: Sequence[str] = ()) -> None:
         self.findings: list[Drift] = []
-        """Declared replicas that differ, in the order in which they were found."""
+        """Declared replicas that differ, in the order found."""
         self.warnings: list[Drift] = []
-        """Tensors that drift apart, which a correct script may have."""
+        """Tensors that drift apart, as they may in a correct script."""
         self.compared: set[ReplicaKey] = set()
-        """Declared replicas that were equal on all their ranks each time."""
+        """Declared replicas that were always equal on all their ranks."""
         self._allowed = tuple(allowed)
         # Undeclared tensors that were equal on all ranks at least once.
         self._agreed: set[ReplicaKey] = set()
-        # Differing tensors, which are reported once.
+        # Tensors found to differ. They are not compared again.
         self._done: set[ReplicaKey] = set()
         self._entries: OrderedDict[tuple[ReplicaKey, ValueIndex], _Entry] = OrderedDict()
         self._bytes = 0
@@ -121,15 +121,15 @@ class ReplicaCheck:
         count: int,
         excuse: str,
     ) -> None:
-        """Compare a rank's value with that of the first rank that had it.
+        """Compare a rank's value with the value from the first rank at this index.
 
         Args:
             rank: World rank.
-            key: Tensor.
-            index: Time of the value.
-            tensor: Value.
+            key: The tensor.
+            index: Time at which the value is used.
+            tensor: The value.
             count: Number of ranks with this tensor.
-            excuse: Reason why ranks may differ in a correct script; empty for none.
+            excuse: Reason why ranks may differ in a correct script; "" if there is none.
         """
         if key in self._done:
             return
@@ -138,11 +138,11 @@ class ReplicaCheck:
             tensor = torch.view_as_real(tensor.resolve_conj())
         entry = self._entries.get((key, index))
         if entry is None:
-            # Cloned, because the next step changes it in place.
+            # Clone the value, because the next step changes it in place.
             self._keep(key, index, _Entry(rank, tensor.clone(), excuse, {rank}))
             return
         entry.ranks.add(rank)
-        # In rank order, so that a report does not depend on the schedule.
+        # In rank order, so that reports do not depend on the schedule.
         (low, values), (high, others) = sorted(
             ((entry.rank, entry.values), (rank, tensor)), key=lambda each: each[0]
         )
@@ -150,12 +150,12 @@ class ReplicaCheck:
         if difference is not None:
             self._done.add(key)
             self.compared.discard(key)
-            # Allowed tensors are compared as well, so that they do not count as equal.
+            # Also compare allowed tensors, so that they do not count as equal.
             is_allowed = any(fnmatch.fnmatchcase(key.name, pattern) for pattern in self._allowed)
-            # An undeclared tensor that was never equal is no replica: it was drawn per rank.
+            # An undeclared tensor that was never equal is no replica: each rank drew its own.
             if is_allowed or not (key.declared or key in self._agreed):
                 return
-            # If one rank reduced gradients, the step was meant to be the same on all ranks.
+            # If any rank reduced gradients, all ranks were meant to take the same step.
             excuse = entry.excuse and excuse
             if not key.declared:
                 excuse = "nothing declares it to be a replica"
@@ -166,7 +166,7 @@ class ReplicaCheck:
         elif len(entry.ranks) == count:
             if key.declared:
                 self.compared.add(key)
-            # Zeros and ones are equal on ranks with different shards as well.
+            # Constant tensors, such as zeros, are also equal if ranks have different shards.
             elif key not in self._agreed and bool((tensor != tensor.reshape(-1)[0]).any()):
                 self._agreed.add(key)
             self._drop((key, index))
@@ -175,7 +175,7 @@ class ReplicaCheck:
         self._entries[key, index] = entry
         self._bytes += entry.values.nbytes
         while self._bytes > KEPT_BYTES and len(self._entries) > 1:
-            # The newest always stays, so that a large tensor can be compared at all.
+            # Always keep the newest entry, so that even a tensor above the limit is compared.
             self._drop(next(iter(self._entries)))
 
     def _drop(self, place: tuple[ReplicaKey, ValueIndex]) -> None:
@@ -183,7 +183,7 @@ class ReplicaCheck:
 
     @property
     def finding(self) -> str:
-        """Description of the findings; empty if there are none."""
+        """Description of the findings; "" if there are none."""
         return _in_words(
             self.findings,
             "replicas differ",
@@ -193,7 +193,7 @@ class ReplicaCheck:
 
     @property
     def warning(self) -> str:
-        """Description of the warnings; empty if there are none."""
+        """Description of the warnings; "" if there are none."""
         excuse = self.warnings[0].excuse if self.warnings else ""
         return _in_words(
             self.warnings,
@@ -203,7 +203,7 @@ class ReplicaCheck:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The warning as one line, in a tuple; empty if there is none."""
+        """The warning in a single line, or no line."""
         lines = [line.strip().removesuffix(".") for line in self.warning.splitlines()]
         return (". ".join(lines) + ".",) if lines else ()
 

@@ -1,13 +1,13 @@
-"""Tensors of one rank that should be replicas, found and compared as its forwards use them.
+"""A rank's tensors that should be replicas, found and compared when forwards use them.
 
 [Note: as the next forward uses them]
-Between `Optimizer.step` and the gather of its results replicas may differ in a correct script. So
-they are compared when a forward with gradients uses them. An evaluation may swap in averaged
-weights.
+Between `Optimizer.step` and the gather of its results, replicas may differ in a correct script. So
+they are compared when a forward with gradients uses them. Evaluations are ignored, because they may
+swap in averaged weights.
 
 [Note: steps of a rank's own]
-Local SGD steps without a reduction on purpose. If no rank's DistributedDataParallel reduced
-gradients before a step, a difference after it is a warning, otherwise a finding.
+Local SGD steps without a reduction on purpose. So if no rank's DistributedDataParallel reduced
+gradients before a step, a difference after it is only a warning.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from zero_sim.sim.dispatch import has_own_dispatch
 from zero_sim.sim.world.rank_threads import rank_state
 from zero_sim.sim.world.run import Run
 
-# Communication hooks of torch that leave gradients local, on purpose.
+# torch's communication hooks that leave gradients local on purpose.
 _LOCAL_HOOKS = ("post_localSGD_hook", "noop_hook")
 _KNOWN_HOOKS = "torch.distributed.algorithms"
-# Attributes under which wrappers keep the module: DDP, torch.compile, FSDP, checkpointing.
+# Attributes in which wrappers keep the module: DDP, torch.compile, FSDP, checkpointing.
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
 def plain_name(name: str) -> str:
-    """Return a param's name without the parts added by wrappers of modules."""
+    """Return a param's name without the parts that module wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def world_size_of_run() -> int:
-    """Return the number of ranks of the calling rank's run."""
+    """Return the number of ranks in the calling rank's run."""
     run = rank_state.run
     assert isinstance(run, Run)
     return len(run.buffers)
@@ -53,12 +53,12 @@ def world_size_of_run() -> int:
 
 @dataclass(slots=True, eq=False)
 class _Wrapper:
-    """One rank's DistributedDataParallel."""
+    """A rank's DistributedDataParallel."""
 
     module: Any
     label: str
     params: frozenset[int]
-    """Ids of the params that are reduced."""
+    """Ids of reduced params."""
     ranks: tuple[int, ...]
     trains: bool = False
     """True during a forward with gradients."""
@@ -69,14 +69,14 @@ class _Wrapper:
     """True if a forward since the last step reduces gradients."""
     reduced_before_step: bool = True
     joined: bool = False
-    """True once ranks may read different numbers of batches (`Join`)."""
+    """True as soon as `Join` is used, with which ranks may read different numbers of batches."""
 
     def begin_forward(self, *, trains: bool) -> None:
         """Read the wrapper's state before its forward."""
         module = self.module
         self.trains = trains
         self.joined |= module._join_config.enable
-        # DDP's own predicate, which is cheap and changes nothing.
+        # DDP's predicate is cheap and has no side effects.
         self.broadcasts_now = bool(module._check_sync_bufs_pre_fwd())
         self.broadcasts += self.broadcasts_now
         if self.trains and module.require_backward_grad_sync:
@@ -84,15 +84,15 @@ class _Wrapper:
             self.reducing_forwards += 1
 
     def key(self, name: str, tensor: Tensor) -> ReplicaKey:
-        """Return the key of a param or buffer of the wrapper."""
+        """Return the key for a param or buffer in the wrapper."""
         return ReplicaKey(self.label, name, tuple(tensor.shape), self.ranks)
 
     def excuse(self) -> str:
-        """Return a reason why params may differ in a correct script; empty if there is none."""
+        """Return a reason why params may differ in a correct script; "" if there is none."""
         for hook, _ in self.module._comm_hooks:
             name = getattr(hook, "__qualname__", type(hook).__name__)
             known = getattr(hook, "__module__", "").startswith(_KNOWN_HOOKS)
-            # An unknown hook may do anything, such as communicate only every few steps.
+            # An unknown hook may, for example, only communicate every few steps.
             if name in _LOCAL_HOOKS or not known:
                 return f"{self.label} has the communication hook {name}"
         if not self.reduced_before_step:
@@ -102,16 +102,16 @@ class _Wrapper:
 
 @dataclass(slots=True)
 class RankReplicas:
-    """Replicas of one rank, passed to the check as forwards use them."""
+    """A rank's replicas, passed to the check when forwards use them."""
 
     rank: int
     check: ReplicaCheck
     world_size: int
     _wrappers: list[_Wrapper] = field(default_factory=list)
     _wrapped: dict[int, tuple[_Wrapper, str]] = field(default_factory=dict)
-    """Wrapper of each wrapped module, and the module's name in it."""
+    """Wrapper and name in it, by id of the wrapped module."""
     _sharded: dict[tuple[int, str], tuple[Any, int]] = field(default_factory=dict)
-    """Mesh and id of DTensors, by module and name, because FSDP replaces them in forwards."""
+    """Mesh and id of DTensors by module and name, because FSDP replaces them during forwards."""
     _steps: Counter[int] = field(default_factory=Counter)
     """Optimizer steps on each tensor, by id."""
     _latest: dict[ReplicaKey, ValueIndex] = field(default_factory=dict)
@@ -132,8 +132,8 @@ class RankReplicas:
 
         Args:
             module: The module.
-            name: Name of the module; None if it has none.
-            steps: Optimizer steps of the rank so far.
+            name: The module's name; None if it has none.
+            steps: The rank's optimizer steps so far.
             trains: True if gradients are enabled.
         """
         if isinstance(module, DistributedDataParallel):
@@ -143,7 +143,7 @@ class RankReplicas:
         wrapper, _ = self._wrapped.get(id(module), (None, ""))
         if wrapper is not None and module is wrapper.module.module:
             self._compare_broadcast(wrapper)
-        # Without norms, whose statistics are those of a rank's own rows.
+        # Except batch norms, whose statistics depend on the rank's own rows.
         elif wrapper is None and name is not None and not isinstance(module, _NormBase):
             for each, buffer in module._buffers.items():
                 if buffer is not None and _is_plain(buffer):
@@ -151,7 +151,7 @@ class RankReplicas:
                     self._compare(key, ValueIndex(steps), buffer)
 
     def _compare_broadcast(self, wrapper: _Wrapper) -> None:
-        """Compare all buffers that were broadcast just now, before forwards change them."""
+        """Compare all buffers that were just broadcast, before forwards change them."""
         if not wrapper.broadcasts_now:
             return
         broadcast = {id(each) for each in wrapper.module.modules_buffers}
@@ -164,14 +164,14 @@ class RankReplicas:
         """Handle the end of a module's forward, and compare the params that it used."""
         if isinstance(module, DistributedDataParallel):
             wrapper = self._wrapper(module)
-            # All params, because attention uses its projection's params without a forward of that.
+            # All params, because attention uses its projection's params without calling it.
             for full, param in module.module.named_parameters():
                 if id(param) in wrapper.params:
                     self._compare_wrapped(wrapper, plain_name(full), param)
             wrapper.trains = wrapper.broadcasts_now = False
         if not self._trains:
             return
-        # Wrapped params are declared replicas. All others go by name or placement.
+        # Wrapped params are declared replicas. Compare all others by name or placement.
         wrapper, inner = self._wrapped.get(id(module), (None, ""))
         for each, param in module._parameters.items():
             if param is None:
@@ -180,7 +180,8 @@ class RankReplicas:
                 self._compare_wrapped(wrapper, f"{inner}.{each}".lstrip("."), param)
             elif name is not None:
                 mesh, held = self._sharded.get((id(module), each), (None, id(param)))
-                # Steps of the rank, if an optimizer holds other objects (FSDP's flat params).
+                # Use the rank's steps if the optimizer has other objects, as with FSDP's flat
+                # params.
                 index = ValueIndex(self._steps[held] or steps)
                 self._compare_placed(f"{name}.{each}".lstrip("."), param, index, mesh)
 
@@ -190,15 +191,15 @@ class RankReplicas:
         self._steps.update(held)
         for wrapper in self._wrappers:
             if held & wrapper.params:
-                # The excuse of the next forwards depends on what happened before this step.
+                # Whether the next forwards have an excuse depends on reductions before this step.
                 wrapper.reduced_before_step, wrapper.reduced = wrapper.reduced, False
 
     def _wrapper(self, module: Any) -> _Wrapper:
         for each in self._wrappers:
-            # By identity, because modules may define equality.
+            # Compare identity, because modules may define equality.
             if each.module is module:
                 return each
-        # Numbered from the second on, since most scripts have one.
+        # The first wrapper has no number, because most scripts have no other.
         number = f" {len(self._wrappers) + 1}" if self._wrappers else ""
         ignored = set(module.parameters_to_ignore)
         params = frozenset(
@@ -212,10 +213,10 @@ class RankReplicas:
         return made
 
     def _compare_wrapped(self, wrapper: _Wrapper, name: str, param: Tensor) -> None:
-        # Within `Join` ranks use their params for different numbers of batches.
+        # With `Join`, ranks use their params for different numbers of batches.
         if not wrapper.trains or wrapper.joined or not _is_plain(param):
             return
-        # See [Note: the index of a value]: forwards count only without an optimizer.
+        # See [Note: the index of a value]: forwards only count without an optimizer.
         own = self._steps[id(param)]
         index = ValueIndex(own, 0 if own else wrapper.reducing_forwards)
         key = wrapper.key(name, param)
@@ -231,12 +232,12 @@ class RankReplicas:
             return
         mesh, local, placements = param.device_mesh, param.to_local(), param.placements
         coordinates = mesh.get_coordinate()
-        # This rank is not in the mesh, or has a summand and no value.
+        # This rank is not in the mesh, or only has a summand of the value.
         if coordinates is None or any(each.is_partial() for each in placements):
             return
         # Mesh dimensions, not tensor dimensions.
         shards = [index for index, each in enumerate(placements) if not each.is_replicate()]
-        # Ranks that have the same shard.
+        # Number of ranks with the same shard.
         count = mesh.size() // math.prod(mesh.size(dim) for dim in shards)
         if count > 1 and _is_plain(local):
             place = (*_ranks(mesh), *(coordinates[dim] for dim in shards))
@@ -251,12 +252,12 @@ class RankReplicas:
         count: int | None = None,
         excuse: Callable[[], str] = str,
     ) -> None:
-        # A module may run several times in a forward, for example recomputed in a backward.
+        # A module may run several times at the same index, for example if backward recomputes it.
         if self._latest.get(key) == index:
             return
         self._latest[key] = index
         count = count or self.world_size
-        # The comparison's own operations must not be recorded as the script's.
+        # Do not record the comparison's operations as the script's.
         with _disable_current_modes(), torch.no_grad():
             tensor = tensor.detach()
             self.check.compare(self.rank, key, index, tensor, count=count, excuse=excuse())
@@ -267,7 +268,7 @@ def _ranks(mesh: Any) -> tuple[int, ...]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return True for a dense CPU tensor with memory that is no functorch wrapper."""
+    """Return True for a dense CPU tensor that has memory and is no functorch wrapper."""
     return (
         not has_own_dispatch(type(tensor))
         and tensor.layout is torch.strided

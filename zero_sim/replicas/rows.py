@@ -1,7 +1,7 @@
-"""Rows of data that a rank's outermost forwards read, and dealing of one run's rows to another.
+"""Data rows that a rank's outermost forwards read, and dealing of a run's rows to another run.
 
-A slot is an argument of a module, such as `GPT(idx)`. Tensors with gradients, and those without
-dimensions, contain no rows.
+A slot is a module's argument, such as `GPT(idx)`. Tensors with gradients or without dimensions
+contain no rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zero_sim.errors import UsageError
 
-# 64 bits: two of a million rows collide with a probability of 3e-8.
+# 64 bits: among a million rows, the probability of a collision is 3e-8.
 _DIGEST_BYTES = 8
 
 
@@ -27,14 +27,14 @@ class Slot(NamedTuple):
     module: str
     """Class of the module, or name of the loss function."""
     argument: str
-    """Name or position of the argument."""
+    """The argument's name or position."""
 
     def __str__(self) -> str:
         return f"{self.module}({self.argument})"
 
 
 class RowsLack(UsageError):
-    """The run whose rows are dealt read too few."""
+    """The run whose rows are dealt has read too few rows."""
 
 
 def _own_rows(step: int, slot: Slot, rows: Tensor) -> Tensor:
@@ -43,23 +43,23 @@ def _own_rows(step: int, slot: Slot, rows: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class RowLog:
-    """Rows that one rank read, by step and slot."""
+    """Rows that a rank read, by step and slot."""
 
     rank: int = 0
     sharers: set[int] = field(default_factory=set)
-    """Ranks with the same forwards: those of the meshes of DTensors used in them."""
+    """Ranks with the same forwards: all ranks in the meshes of their DTensors."""
     keeps_values: bool = False
-    """True to keep the rows themselves, for dealing."""
+    """True to keep the rows, for dealing."""
     deal: Callable[[int, Slot, Tensor], Tensor] = _own_rows
-    """Returns the rows for a forward, from step, slot and the rank's own rows."""
+    """Function from step, slot and the rank's own rows to the rows for a forward."""
     trouble: UsageError | None = None
     """Reason why rows could not be dealt; None if they could."""
     digests: dict[tuple[int, Slot], list[str]] = field(default_factory=lambda: defaultdict(list))
     epochs: dict[int, int] = field(default_factory=dict)
-    """Passes over DataLoaders begun before each step; 0 for rows from elsewhere."""
+    """Number of DataLoader passes begun before each step; 0 without a DataLoader."""
     values: dict[tuple[int, Slot], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     evaluations: set[str] = field(default_factory=set)
-    """Digests of rows read by forwards without gradients."""
+    """Digests of rows in forwards without gradients."""
     _passes: int = 0
 
     def begin_pass(self) -> None:
@@ -84,23 +84,23 @@ class RowLog:
 
         Args:
             step: Optimizer steps so far.
-            module: Class of the module, or name of the loss function.
+            module: As for `Slot`.
             args: Arguments by position.
             kwargs: Arguments by name.
             trains: False for a teacher, which computes without gradients. Its rows are dealt, but
                 not compared.
 
         Returns:
-            The arguments, with dealt rows in place of the rank's own.
+            The arguments, with dealt rows in place of the rank's own rows.
         """
         self.epochs.setdefault(step, self._passes)
-        # Positions are slots as well: "0", "1", ...
+        # Positions are also slots: "0", "1", ...
         given = {**{str(index): each for index, each in enumerate(args)}, **kwargs}
         for slot, tensor in _slots(module, args, kwargs):
             try:
                 rows = given[slot.argument] = self.deal(step, slot, tensor)
             except UsageError as trouble:
-                # Kept as well as raised, because a script may catch it.
+                # Keep the error, because the script may catch it.
                 self.trouble = trouble
                 raise
             if trains:
@@ -111,7 +111,7 @@ class RowLog:
         return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
     def until(self, step: int) -> RowLog:
-        """Return the log of the steps before `step`."""
+        """Return a log with only the steps before `step`."""
         digests = {key: rows for key, rows in self.digests.items() if key[0] < step}
         return RowLog(
             rank=self.rank, sharers=self.sharers, digests=digests, evaluations=self.evaluations
@@ -119,17 +119,17 @@ class RowLog:
 
 
 class Dealer:
-    """Dealer of one rank's share of the rows that another run read.
+    """Dealer of a rank's share of the rows that another run read.
 
-    The `j`-th forward of rank `r` of N gets the rows from `(j * N + r) * b`, where `b` is the
-    number of rows that the rank would have read. With `splits`, this forward gets the `r`-th of N
-    equal parts of the batch of the other run's `j`-th forward.
+    If a rank would read batches of `b` rows, forward `j` on rank `r` of N gets `b` rows of the
+    other run, beginning with row `(j * N + r) * b`. With `splits`, the other run's batch `j` is cut
+    into N equal parts, and rank `r` gets part `r`.
 
     Args:
-        source: Log of the other run, with values.
+        source: The other run's log, with values.
         rank: This rank.
         world_size: Number of ranks.
-        splits: True to split each batch, for scripts whose batch per rank cannot be set.
+        splits: True to split each batch, for scripts whose batch size per rank cannot be set.
     """
 
     def __init__(self, source: RowLog, *, rank: int, world_size: int, splits: bool = False) -> None:
@@ -141,19 +141,19 @@ class Dealer:
         batches: dict[Slot, list[Tensor]] = defaultdict(list)
         for (_, slot), each in source.values.items():
             batches[slot] += each
-        # Arguments that are equal in each forward are no data, for example masks.
+        # Arguments that are equal in all forwards, such as masks, are no data.
         self._constant = {slot: each[0] for slot, each in batches.items() if _are_constant(each)}
 
     def deal(self, step: int, slot: Slot, tensor: Tensor) -> Tensor:
         """Return the rows that replace a tensor.
 
         Raises:
-            UsageError: The other run read none in this step and slot.
+            UsageError: The other run read no rows, or too few, in this step and slot.
         """
         if (step, slot) not in self._values:
             raise UsageError(
-                f"expected {slot} in step {step + 1} on one rank as well, because its rows are "
-                "dealt, got none. Run without --feed."
+                f"expected {slot} in step {step + 1} on one rank too, because its rows are dealt, "
+                "got none. Run without --feed."
             )
         if slot in self._constant and torch.equal(self._constant[slot], tensor):
             return tensor
@@ -163,9 +163,9 @@ class Dealer:
         return deal(step, slot, index, tensor.shape[0]).to(tensor.device)
 
     def _stretch(self, step: int, slot: Slot, index: int, count: int) -> Tensor:
-        # [rows of the step, ...], in the order in which the other run's forwards read them.
+        # [rows of the step, ...], in the order of the other run's forwards.
         rows = torch.cat(self._values[step, slot])
-        # Ranks take turns, one batch each.
+        # Ranks take turns with a batch each.
         start = (index * self._world_size + self._rank) * count
         if rows.shape[0] < start + count:
             raise RowsLack(
@@ -198,7 +198,7 @@ def _slots(
         if (
             type(value) is Tensor
             and value.dim()
-            # A batch is a plain tensor with a first dimension of rows, and no input gradient.
+            # A batch is a plain tensor whose first dimension is rows, without an input gradient.
             and value.numel()
             and not value.requires_grad
             and value.layout is torch.strided
@@ -210,15 +210,15 @@ def _slots(
 
 def _digests(tensor: Tensor) -> list[str]:
     rows = tensor.detach().contiguous()
-    # The same rows in another dtype, such as bf16 on one side, have the same digest.
+    # In fp64, so that rows have the same digest in any dtype that represents them.
     if rows.dtype.is_floating_point:
         rows = rows.to(torch.float64)
-    # [rows, features]: one digest per row, whatever the batch.
+    # [rows, features]: a digest for each row, because batch sizes may differ.
     return [digest_of(row) for row in rows.reshape(rows.shape[0], -1)]
 
 
 def digest_of(values: Tensor) -> str:
     """Return a hash of a tensor's bytes."""
-    # Of a copy: memory that numpy refers to cannot be resized, as FSDP2 does.
+    # Hash a copy, because FSDP2 must resize the memory, but cannot while numpy refers to it.
     content = values.detach().flatten().clone().view(torch.uint8).numpy().tobytes()
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).hexdigest()

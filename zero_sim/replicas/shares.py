@@ -1,13 +1,13 @@
-"""Judgement on the rows that ranks read, for one run, or compared with another run.
+"""Judgement on the rows that ranks read, in a single run or compared with another run.
 
-For one run the full set of rows is unknown, so rows read by several ranks are only a note. Compared
-with a run of one rank that reads each row once they are a finding: as many rows are read in total,
-some by several ranks and others by none. Rows that the other run does not have are no finding, but
-leave nothing to compare.
+In a single run the full set of rows is unknown, so rows read by several ranks are only a note. A
+run on one rank that reads each row once shows the full set. Compared with it, there is a finding if
+ranks read equally many rows in total, but some rows several times and others never. If ranks read
+rows that the other run does not have, there is nothing to compare, and no finding.
 
 [Note: the time within which a row is read once]
-An epoch, which is a pass over a DataLoader, or a step if the rows came from elsewhere.
-Tensor-parallel ranks read the same rows, and a sampler repeats a few rows to fill the last batch.
+An epoch, which is a pass over a DataLoader, or a step without a DataLoader. Tensor-parallel ranks
+read the same rows, and a sampler repeats a few rows to fill the last batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from zero_sim.replicas.rows import RowLog, Slot
 
 Rows = Counter[str]
-"""Number of times a rank read each row."""
+"""How often a rank read each row."""
 
 
 class _Time(NamedTuple):
@@ -37,7 +37,7 @@ def _rows_of(logs: Sequence[RowLog], *, by_epoch: bool) -> dict[_Time, list[Rows
     for index, log in enumerate(logs):
         for (step, slot), digests in log.digests.items():
             epoch = log.epochs.get(step, 0) if by_epoch else 0
-            # Steps count from 1 in texts, and 0 is no epoch.
+            # Messages count steps from 1. Epoch 0 means that there is no epoch.
             found[_Time(epoch > 0, epoch or step + 1, slot)][index].update(digests)
     return found
 
@@ -48,37 +48,37 @@ def _read_by_several(ranks: Iterable[Iterable[str]]) -> set[str]:
 
 
 def _are_distinct(ranks: Sequence[Rows]) -> bool:
-    """Return True if each rank read several rows, and none twice."""
+    """Return True if each rank read several rows, but none twice."""
     return all(len(rows) > 1 and max(rows.values()) == 1 for rows in ranks)
 
 
 def shared_rows_note(logs: Sequence[RowLog]) -> str:
-    """Describe the first epoch or step in which ranks share some rows; empty if there is none."""
+    """Describe the first epoch or step in which ranks share some rows; "" if there is none."""
     for time, ranks in sorted(_rows_of(logs, by_epoch=True).items()):
-        # Count sets of rows: ranks with equal sets share the work on them, which is no mistake.
+        # Count equal sets once, because ranks may share the work on the same rows.
         count = len(_read_by_several({frozenset(rows) for rows in ranks}))
         # A sampler may repeat fewer rows than there are ranks, to fill the last batch.
         if _are_distinct(ranks) and count >= len(logs):
             return (
                 f"in {time} {count} of {len(set().union(*ranks))} rows of {time.slot} were read by "
-                "several ranks, whose other rows differ. Use one seed for all ranks' samplers."
+                "several ranks, whose other rows differ. Use the same seed in all ranks' samplers."
             )
     return ""
 
 
 def wrongly_dealt(expected: Sequence[RowLog], got: Sequence[RowLog]) -> str:
-    """Return how ranks share out another run's rows wrongly; empty if they do not."""
+    """Describe how ranks wrongly share out another run's rows; "" if they do not."""
     known = _rows_of(expected, by_epoch=True)
     for time, ranks in sorted(_rows_of(got, by_epoch=True).items()):
         once, read = sum(known[time], Counter()), sum(ranks, Counter())
         missed, shared = once.keys() - read.keys(), _read_by_several(ranks)
-        # Only if each row is due once and no other row occurs can a share be called wrong.
+        # A share can only be called wrong if each row is due once and there are no other rows.
         is_known = max(once.values(), default=0) == 1 and read.keys() <= once.keys()
         if is_known and once.total() == read.total() and _are_distinct(ranks) and missed and shared:
             return (
                 f"Rows are dealt wrongly: in {time} {len(shared)} of {once.total()} rows of "
-                f"{time.slot} are read by several ranks and {len(missed)} by none; the run to "
-                "compare with reads each once."
+                f"{time.slot} are read by several ranks and {len(missed)} by none, but by the run "
+                "to compare with once each."
             )
     return ""
 
@@ -89,8 +89,8 @@ def other_rows(
     """Return reason and remedy if ranks together read other rows than another run, or some twice.
 
     Args:
-        expected: Logs of the expected run's ranks.
-        got: Logs of the judged run's ranks.
+        expected: The ranks' logs in the expected run.
+        got: The ranks' logs in the judged run.
         all_read_all: True if each rank should read all rows, as with tensor parallelism.
         steps: Number of steps to compare; None for all.
     """
@@ -100,7 +100,7 @@ def other_rows(
     for time in sorted({*wanted, *came}):
         if steps is not None and time.number > steps:
             break
-        # Multisets: a row that is due twice must be read twice.
+        # Counters, because a row that is due twice must be read twice.
         once = sum(_of_forwards(expected, wanted[time]), Counter())
         each = _of_forwards(got, came[time])
         if once == sum(each, Counter()) or (all_read_all and all(rows == once for rows in each)):
@@ -108,17 +108,17 @@ def other_rows(
         else:
             differing[time] = once, each
     for time, (once, each) in differing.items():
-        # Each rank read the full set: either no sampler, or work on one row is shared.
+        # If each rank read the full set, there is no sampler, or ranks share the work on each row.
         is_repeated = all(rows.keys() == once.keys() for rows in each)
-        # Not masks and tables of positions, which are equal in each forward, so all ranks read
-        # them.
+        # Ignore masks and position tables, which all ranks read because they are equal in each
+        # forward.
         if not (is_repeated and (time.number, time.slot.module) in dealt):
             return _other_rows_at(time, once, each, is_repeated=is_repeated)
     return None
 
 
 def _of_forwards(logs: Sequence[RowLog], ranks: Sequence[Rows]) -> list[Rows]:
-    """Return each rank's rows, once for ranks with the same forwards and rows."""
+    """Return each rank's rows, but only once for ranks with the same forwards and rows."""
     kept: list[tuple[RowLog, Rows]] = []
     for log, rows in zip(logs, ranks, strict=True):
         if not any(log.rank in other.sharers and rows == known for other, known in kept):
@@ -134,25 +134,25 @@ def _other_rows_at(
     if is_repeated:
         more = "; every rank read every row"
         remedy = (
-            "Give each rank its own rows, for example with DistributedSampler and one seed for "
+            "Give each rank its own rows, for example with DistributedSampler and the same seed on "
             "all ranks, or pass --all-read-all if ranks share the work on each row, as with tensor "
             "parallelism."
         )
     elif several:
         more = f"; several ranks read {several}"
         remedy = (
-            "Share the rows of a step out, for example with DistributedSampler and one seed for "
+            "Share out each step's rows, for example with DistributedSampler and the same seed on "
             "all ranks."
         )
     elif once.total() != read.total():
         remedy = "Give the other run as many rows with --arguments-of-one."
     else:
         remedy = (
-            "Draw the same rows in a step for any number of ranks, and share them out. Or deal the "
-            "rows of one rank to all by --feed."
+            "In each step, draw the same rows for any number of ranks, and share them out. Or deal "
+            "one rank's rows to all ranks with --feed."
         )
     reason = (
         f"The data differ: in {time} all ranks together read {read.total()} rows of {time.slot}, "
-        f"and the other run read {once.total()}; {(once & read).total()} are the same{more}."
+        f"and the other run read {once.total()}; {(once & read).total()} are equal{more}."
     )
     return reason, remedy

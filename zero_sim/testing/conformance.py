@@ -93,8 +93,8 @@ def conformance(
             the Hypothesis profile has `derandomize`.
         world_size_max: Most ranks in a case.
         steps_max: Most optimizer steps in a case.
-        shrink_seconds: Time limit for shrinking; 0 to report the failing case unchanged. Runs
-            report different cases only if this limit ends the search; the message then says so.
+        shrink_seconds: Time limit for shrinking; 0 to report the failing case unchanged. Runs can
+            only report different cases if this limit ends the search, which the message mentions.
 
     Returns:
         A function without arguments. It raises `NotConformant` with the findings and the TOML of
