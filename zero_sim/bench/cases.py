@@ -202,10 +202,6 @@ def cost_of(world: WorldSpec) -> float:
 def gloo_figures(*, hidden: int = 8, repeats: int = 20) -> tuple[float, float, float]:
     """Measure a case on gloo workers.
 
-    Args:
-        hidden: As for `small_case`.
-        repeats: Number of repeats.
-
     Returns:
         Processor seconds on gloo; their ratio to simulated ranks; the same ratio by wall clock.
     """
@@ -246,13 +242,7 @@ def overhead(hidden: int) -> float:
 
 
 def simulated_seconds(world: World, scenario: Scenario, workload: Workload) -> float:
-    """Return the seconds of all training steps on simulated ranks, without a judge.
-
-    Args:
-        world: World of the case's size.
-        scenario: The case to train.
-        workload: Its workload.
-    """
+    """Return the seconds of all training steps on simulated ranks, without a judge."""
     target = find_target("zero_sim")
     times: list[float] = []
     # All ranks share the process clock, so measure from the first start to the last end.
@@ -314,11 +304,7 @@ def drawn_seconds() -> tuple[float, float]:
 
 
 def layouts_rate(count: int) -> float:
-    """Return how many layouts per second are drawn, planned and checked for unique owners.
-
-    Args:
-        count: Number of layouts.
-    """
+    """Return how many layouts per second are drawn, planned and checked for unique owners."""
     seen = 0
 
     @hypothesis.seed(0)

@@ -24,11 +24,7 @@ def memory_ratio() -> float:
 
 
 def many_ranks(world_size: int) -> tuple[float, float]:
-    """Open a world, run it once and close it, and return processor seconds and growth in MB.
-
-    Args:
-        world_size: Number of ranks.
-    """
+    """Open a world, run it once and close it, and return processor seconds and growth in MB."""
     call = f"print_many_ranks({world_size})"
     # Two processes, because the malloc setting for exact memory figures costs time.
     seconds, _ = _printed_by(call, in_use=False).split()

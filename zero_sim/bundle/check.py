@@ -82,11 +82,6 @@ def check_case(text: str, scenario: Scenario, *, seed: int) -> None:
 def check_finding(finding: Finding, *, where: str, rank_stop: int) -> None:
     """Check names and numbers in a finding.
 
-    Args:
-        finding: The finding from the file.
-        where: Position in the file, for the message.
-        rank_stop: Size of the largest world.
-
     Raises:
         InvalidField: A name or number is impossible.
     """

@@ -46,10 +46,6 @@ def frozen_path(bundle: Bundle, *, folder: Path, name: str = "", force: bool = F
 def freeze(bundle: Bundle, path: Path) -> None:
     """Write a bundle's case, with a description of the first finding.
 
-    Args:
-        bundle: The bundle.
-        path: The file, replaced if it exists.
-
     Raises:
         UsageError: The file cannot be written.
         EnvironmentProblem: The disk is full.

@@ -131,9 +131,6 @@ def find_bundles(names: Sequence[str], *, folder: Path) -> list[Path]:
 def read_bundle(path: Path) -> Bundle:
     """Read a bundle and check all its parts.
 
-    Args:
-        path: The bundle's folder.
-
     Raises:
         BundleError: It is incomplete, changed, from a newer version or no bundle, or its scenario
             is not valid here.

@@ -57,11 +57,7 @@ class Environment:
 
 
 def current_environment(device: str = "cpu") -> Environment:
-    """Return the environment of this process.
-
-    Args:
-        device: Device on which cases compute.
-    """
+    """Return the environment of this process."""
     return Environment(
         zero_sim=zero_sim.__version__,
         # Convert to str, because TorchVersion compares as a version, not as text.

@@ -128,14 +128,7 @@ class RankReplicas:
                     self._sharded[id(module), name] = param.device_mesh, id(param)
 
     def begin_forward(self, module: Module, name: str | None, *, steps: int, trains: bool) -> None:
-        """Handle the start of a module's forward, and compare its buffers.
-
-        Args:
-            module: The module.
-            name: The module's name; None if it has none.
-            steps: The rank's optimizer steps so far.
-            trains: True if gradients are enabled.
-        """
+        """Handle the start of a module's forward, and compare its buffers."""
         if isinstance(module, DistributedDataParallel):
             self._wrapper(module).begin_forward(trains=trains)
         if not self._trains:

@@ -98,12 +98,7 @@ def untrained_of(params: Mapping[str, nn.Parameter]) -> dict[str, Untrained]:
 
 
 def names_like(held: Collection[str], name: str) -> list[str]:
-    """Return the names in `held` that may belong to a param, or only its own name if present.
-
-    Args:
-        held: Names in the engine's module.
-        name: The param's name in the bare model.
-    """
+    """Return the names in `held` that may belong to a param, or only its own name if present."""
     if name in held:
         return [name]
     # See [Note: params behind a wrapper].

@@ -191,13 +191,7 @@ _Given = TypeVar("_Given", int, Mapping[str, int])
 def form_of(
     form: Callable[[CostCase], _Given], case: CostCase, *, name: str, kind: type[_Given]
 ) -> _Given:
-    """Return the value of a target's own closed form.
-
-    Args:
-        form: The form.
-        case: Its argument.
-        name: Its field in `Costs`.
-        kind: `int`, or `Mapping` for integers by name.
+    """Return the value of a target's own closed form: an int, or a mapping of names to ints.
 
     Raises:
         ProtocolError: The form raises, or returns another type.

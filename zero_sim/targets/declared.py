@@ -264,10 +264,6 @@ _CAPABLE: dict[str, tuple[object, ...]] = {
 def numerics_of(target: Target, scenario: Scenario) -> Numerics:
     """Return the arithmetic that a target declares for a case; the scenario's if it declares none.
 
-    Args:
-        target: The target, with `numerics` or without.
-        scenario: The target's case.
-
     Raises:
         ProtocolError: `numerics` is something else, or the function raises.
     """
@@ -327,10 +323,6 @@ def has_own_rule(target: Target) -> bool:
 
 def reduce_ops_of(target: Target, scenario: Scenario) -> tuple[str, ...]:
     """Return the names of reduce operations besides SUM that a target uses in a case.
-
-    Args:
-        target: The target, with `reduce_ops` or without.
-        scenario: The target's case.
 
     Raises:
         ProtocolError: The function raises, or returns something else.

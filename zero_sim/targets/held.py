@@ -70,11 +70,6 @@ def memory_of(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield all named memory that exists now.
 
-    Args:
-        ddp: The module and its buffers.
-        optimizer: Their masters and state.
-        arena: As for `held_bytes`.
-
     Returns:
         Lasting memory: `gradients`, their `sums`, `params`, `masters`, states under torch's names,
         and the `arena`. Temporary memory in stages 2 and 3: `whole_gradients` and `gathered`
@@ -119,10 +114,6 @@ def whole_bytes(
     ddp: DistributedDataParallel, *, arena: Arena | None = None
 ) -> Iterator[tuple[str, str, int]]:
     """Return the unsharded memory of sharded units.
-
-    Args:
-        ddp: The module and its buffers.
-        arena: As for `held_bytes`.
 
     Returns:
         Tuples as in `PeakEngine.whole_bytes`.

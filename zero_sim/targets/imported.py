@@ -84,11 +84,6 @@ def import_module(name: str, *, said: str, form: str) -> ModuleType:
 def attribute_of(module: ModuleType, name: str, *, said: str) -> Any:
     """Return a module's attribute. Call it within `theirs`, because it may run code.
 
-    Args:
-        module: The module in `module:name`.
-        name: The name in it.
-        said: As for `import_module`.
-
     Raises:
         UsageError: The module lacks the name. The message contains the nearest name.
     """

@@ -392,12 +392,7 @@ class Numerics:
 
 
 def value_of(numerics: Numerics, name: str) -> object:
-    """Return the value of a `system` field that a target declares; None if it declares none.
-
-    Args:
-        numerics: The target's declaration.
-        name: Name of the field.
-    """
+    """Return the value of a `system` field that a target declares; None if it declares none."""
     value = getattr(numerics, name, None)
     return _nearest_word(value) if name == "divide" else value
 

@@ -85,12 +85,7 @@ def chosen_options(target: Target, scenario: Scenario) -> dict[str, OptionValue]
 
 
 def option_problems(target: Target, scenario: Scenario) -> Iterator[Problem]:
-    """Yield a problem for each option in a case that a target lacks or cannot set.
-
-    Args:
-        target: The target that declares the options.
-        scenario: The case that sets them.
-    """
+    """Yield a problem for each option in a case that a target lacks or cannot set."""
     known, seen = options_of(target), set[str]()
     for index, said in enumerate(scenario.system.options):
         path = f"system.options[{index}]"
@@ -126,10 +121,6 @@ def option_problems(target: Target, scenario: Scenario) -> Iterator[Problem]:
 
 def check_said(target: Target, said: Mapping[str, str]) -> None:
     """Check that a target has these options and accepts their values.
-
-    Args:
-        target: The target that declares the options.
-        said: Values as text, by name.
 
     Raises:
         UsageError: An option is unknown, or its value is.
@@ -168,10 +159,6 @@ def parse(text: str, *, like: OptionValue) -> OptionValue:
 
 def value_for(option: Option, text: str) -> OptionValue:
     """Parse an option's value.
-
-    Args:
-        option: The option.
-        text: The value in a case.
 
     Raises:
         UsageError: The text is no value of the option.

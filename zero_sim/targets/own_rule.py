@@ -49,11 +49,6 @@ def rules_of(target: Target, scenario: Scenario, *, added_in: str | None = None)
 def own_rule_of(target: Target, scenario: Scenario, *, elementwise: bool = False) -> OwnRule | None:
     """Return a target's update rule; None if it has none.
 
-    Args:
-        target: The system under test.
-        scenario: The case whose settings the rule reads.
-        elementwise: As in `Numerics`.
-
     Raises:
         ProtocolError: The target has two rules, or its rule takes other arguments.
     """

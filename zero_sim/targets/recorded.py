@@ -146,12 +146,7 @@ class _RecordedOptimizer:
 
 
 class _Wrapped:
-    """A target with a record.
-
-    Args:
-        target: The system under test.
-        record: The record to write or read.
-    """
+    """A target with a record."""
 
     def __init__(self, target: Target, record: Record) -> None:
         self._target, self._record = target, record

@@ -16,13 +16,7 @@ from zero_sim.workloads import params_of
 
 
 def never(scenario: Scenario, *, stage: int, universal: bool) -> Iterator[Problem]:
-    """Yield settings that DeepSpeed lacks, and settings for which no rule can be declared.
-
-    Args:
-        scenario: The target's case.
-        stage: ZeRO stage.
-        universal: True if checkpoints are converted to universal checkpoints.
-    """
+    """Yield settings that DeepSpeed lacks, and settings for which no rule can be declared."""
     scale = scenario.optimizer.loss_scale
     yield from _reloaded(scenario, stage=stage, universal=universal)
     is_vector = scenario.model.name == "mlp" and scenario.data.rows == 1

@@ -30,13 +30,7 @@ _ALL = 500_000_000
 
 
 def config_of(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return DeepSpeed's config for a case.
-
-    Args:
-        scenario: A case that the target does not refuse.
-        stage: ZeRO stage.
-        options: Values of all options.
-    """
+    """Return DeepSpeed's config for a case."""
     system = scenario.system
     zero: dict[str, Any] = {
         "stage": stage,
@@ -91,13 +85,7 @@ _TAG, _UNIVERSAL = "saved", "universal"
 
 
 class DeepSpeedEngine:
-    """DeepSpeed's engine on a rank.
-
-    Args:
-        module: The model.
-        spec: `scenario.optimizer`.
-        config: DeepSpeed's config, from `config_of`.
-    """
+    """DeepSpeed's engine on a rank."""
 
     def __init__(self, module: nn.Module, *, spec: OptimizerSpec, config: dict[str, Any]) -> None:
         deepspeed = import_deepspeed()
@@ -214,14 +202,7 @@ class Parts(Protocol):
 
 
 def parts_of(stage: int, *, optimizer: Any, client: Any, params: Mapping[str, Any]) -> Parts:
-    """Return the parts of a stage.
-
-    Args:
-        stage: ZeRO stage.
-        optimizer: DeepSpeed's optimizer.
-        client: The torch optimizer that it wraps.
-        params: Trained params by name.
-    """
+    """Return the parts of a stage."""
     if stage == 0:
         return WholeParts(optimizer, client, params)
     return (FragmentParts if stage < 3 else ShardParts)(optimizer, client, params)

@@ -24,12 +24,7 @@ from zero_sim.targets.torch.optim import flat_state
 
 
 class MegatronEngine:
-    """Megatron-Core's DDP and optimizer on a rank.
-
-    Args:
-        module: The model.
-        scenario: The case; only its `optimizer` and `system` are read.
-    """
+    """Megatron-Core's DDP and optimizer on a rank."""
 
     def __init__(self, module: nn.Module, *, scenario: Scenario) -> None:
         warnings.filterwarnings("ignore", module=r"(torch|megatron)\..*")

@@ -147,14 +147,7 @@ _REPLICAS, _SHARDS, _TENSOR = "replicas", "shards", "tp"
 def wrapped(
     module: nn.Module, *, system: SystemSpec, options: Mapping[str, OptionValue], as_is: bool
 ) -> Any:
-    """Return the sharded module. Its units are the classes of children with params.
-
-    Args:
-        module: The model.
-        system: `scenario.system`; only `stage` and `redundancy` are read.
-        options: Values of all options.
-        as_is: True to omit workarounds for known divergences.
-    """
+    """Return the sharded module. Its units are the classes of children with params."""
     library = import_megatron_fsdp()
     device = next((param.device for param in module.parameters()), torch.device("cpu"))
     # The model's own class if there are no such children.

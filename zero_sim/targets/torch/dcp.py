@@ -10,13 +10,7 @@ from torch.optim import Optimizer
 
 
 def save(module: nn.Module, optimizer: Optimizer, path: Path) -> None:
-    """Save params and optimizer state. Every rank in the world must call it.
-
-    Args:
-        module: A module with sharded params.
-        optimizer: The optimizer of these params.
-        path: A folder that does not exist yet.
-    """
+    """Save params and optimizer state. Every rank in the world must call it."""
     # A late import, because most cases have no checkpoints.
     from torch.distributed import checkpoint
 
@@ -24,13 +18,7 @@ def save(module: nn.Module, optimizer: Optimizer, path: Path) -> None:
 
 
 def load(module: nn.Module, optimizer: Optimizer, path: Path) -> None:
-    """Load params and optimizer state for these ranks. Every rank in the world must call it.
-
-    Args:
-        module: As for `save`.
-        optimizer: As for `save`.
-        path: Checkpoint folder, saved by any number of ranks.
-    """
+    """Load params and optimizer state for these ranks. Every rank in the world must call it."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import set_state_dict
 

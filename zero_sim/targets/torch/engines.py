@@ -32,12 +32,7 @@ from zero_sim.targets.torch.optim import LearningRates, flat_state
 
 
 class _WholeWorkingParams:
-    """Methods of both engines.
-
-    Args:
-        module: The bare model.
-        group: The data-parallel group.
-    """
+    """Methods of both engines."""
 
     def __init__(self, module: nn.Module, *, group: ProcessGroup) -> None:
         self.module = module
@@ -136,11 +131,7 @@ class WholeParamEngine(_WholeWorkingParams):
         return self.optimizer.state.get(param, {})
 
     def step(self, *, lr_factor: float) -> StepResult | None:
-        """Reduce gradients, update owned params, and share them.
-
-        Args:
-            lr_factor: Factor of every learning rate in this step.
-        """
+        """Reduce gradients, update owned params, and share them."""
         self.reduce()
         # Copies, because clipping and some optimizers write to `.grad`.
         self.reduced = {n: p.grad.clone() for n, p in self.named.items() if p.grad is not None}
@@ -253,11 +244,7 @@ class FlatShardEngine(_WholeWorkingParams):
         dist.all_gather(pieces, own, group=self.group)
 
     def step(self, *, lr_factor: float) -> StepResult | None:
-        """Reduce gradients to shards, update the shards, and gather the params.
-
-        Args:
-            lr_factor: Factor of every learning rate in this step.
-        """
+        """Reduce gradients to shards, update the shards, and gather the params."""
         # Reduce all buffers before the update, so that `update` can clip by the total norm.
         for each in self.buffers.values():
             each.shard.grad = self.reduce(each, _flat_grads(each))

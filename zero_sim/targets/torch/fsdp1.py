@@ -45,12 +45,7 @@ _PREFETCH = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST"}
 class FSDP1Engine:
     """FullyShardedDataParallel on a rank, with a unit for each child with params and for the rest.
 
-    Args:
-        module: The model, whose params become parts of flat params. 16-bit params are sharded in
-            fp32 and gathered in 16 bits.
-        scenario: The case; only its `model.dtype`, `optimizer` and `system` are read.
-        group: The data-parallel group.
-        options: Values of all options.
+    16-bit params are sharded in fp32 and gathered in 16 bits.
     """
 
     def __init__(

@@ -29,11 +29,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class FSDP2Engine:
     """`fully_shard` on a rank, with a unit for each child with params and for the rest.
 
-    Args:
-        module: The model to shard. 16-bit params are sharded in fp32 and gathered in 16 bits.
-        scenario: The case; only its `model.dtype`, `optimizer` and `system` are read.
-        group: The data-parallel group.
-        options: Values of all options.
+    16-bit params are sharded in fp32 and gathered in 16 bits.
     """
 
     def __init__(
@@ -221,15 +217,11 @@ def _build_mesh(group: ProcessGroup, *, blocks: int, device: str) -> DeviceMesh:
 
 
 def _reshard_after_forward(system: SystemSpec, *, few: int) -> bool | int | None:
-    """Return a case's `reshard_after_forward`; None for torch's default, which differs by module.
-
-    Args:
-        system: `scenario.system`.
-        few: Number of neighbouring ranks that keep params until backward; 0 to reshard fully.
-    """
+    """Return a case's `reshard_after_forward`; None for torch's default, which differs by module."""
     # torch's default keeps the root's params unsharded and reshards all others.
     if system.stage != 3:
         return None
+    # 0 stands for the case's setting.
     return few or system.reshard_after_forward
 
 

@@ -17,9 +17,6 @@ def called_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     The child must train params, have a forward, before which FSDP gathers them, and share no param
     with another part of the model.
-
-    Args:
-        module: The bare model.
     """
     # torch requires that modules with a shared param have a common wrapper, so leave these children
     # to the whole model's wrapper.
@@ -38,8 +35,7 @@ def called_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def widen_params(module: nn.Module) -> None:
     """Replace a module's params by fp32 params, which a mixed-precision policy narrows later.
 
-    Args:
-        module: The bare model. Tied params stay tied.
+    Tied params stay tied.
     """
     # Replacing `.data` is not enough: the param would still accumulate gradients in its old dtype.
     wide: dict[nn.Parameter, nn.Parameter] = {}
@@ -52,10 +48,9 @@ def widen_params(module: nn.Module) -> None:
 
 
 def stale_after_evaluation(scenario: Scenario) -> Iterator[Problem]:
-    """Yield a problem if FSDP would read outdated params, because only backward frees the root's.
+    """Yield a problem if a forward may leave unsharded params that only a backward frees.
 
-    Args:
-        scenario: A case in which params stay unsharded after a forward.
+    Call it for cases in which params stay unsharded after a forward.
     """
     # scenarios/upstream/torch-fsdp2-evaluation.
     if scenario.run.evaluate == "within-step":
