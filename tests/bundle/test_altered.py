@@ -81,7 +81,7 @@ def test_a_case_that_somebody_edited_is_not_the_bundle_s(files, tmp_path):
     text = files["case.toml"].replace(b"seed = 7", b"seed = 8")
     assert text != files["case.toml"]
     write({**files, "case.toml": text}, tmp_path / "x", random.Random(0))
-    with pytest.raises(ZeroSimError, match="got another one: the bundle was changed after"):
+    with pytest.raises(ZeroSimError, match="got another case: the bundle was changed after"):
         read_bundle(tmp_path / "x")
 
 

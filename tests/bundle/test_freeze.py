@@ -32,7 +32,7 @@ def test_a_file_that_is_there_is_not_replaced_unless_forced(bundle, tmp_path):
 
 @pytest.mark.parametrize("name", ["../up", "a/b", ".hidden", ".."])
 def test_a_name_is_no_path(bundle, tmp_path, name):
-    with pytest.raises(UsageError, match="name of a file, without a folder"):
+    with pytest.raises(UsageError, match="expected a file name, without a folder"):
         frozen_path(bundle, folder=tmp_path, name=name)
 
 

@@ -96,7 +96,7 @@ def set_(*keys, to):
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        (set_("format", to="other"), 'expected a bundle, "format": "zero_sim bundle"'),
+        (set_("format", to="other"), 'expected a bundle, with "format": "zero_sim bundle"'),
         (set_("version", to=2), "a newer zero_sim wrote it. Upgrade"),
         (set_("version", to="1"), "version: expected a valid integer, got '1'"),
         (set_("version", to=0), "version: expected 1, got 0"),
@@ -118,7 +118,7 @@ def set_(*keys, to):
         (set_("evidence", 0, "finding", to=99), "evidence[0].finding[0]: expected 0 to"),
         (set_("strip", to=1), "strip: expected an object, got 1"),
         (set_("strip", "stop", to=10**9), "strip: expected a part of"),
-        (set_("strip", "shards", 0, "ranks", to=[]), "strip.shards: expected a rank or more"),
+        (set_("strip", "shards", 0, "ranks", to=[]), "strip.shards: expected at least one rank"),
         (set_("strip", "differ_ranks", to=[99]), "strip.differ_ranks[0]: expected 0 to"),
         (set_("strip", "shards", 0, "ranks", to=[99]), "strip.shards[0]: expected 0 to"),
         (set_("strip", "differ", 0, to=[1]), "strip.differ[0][1]: expected a value, got none"),
@@ -135,8 +135,8 @@ def set_(*keys, to):
         (set_("scenario", "world", "size", to=0), "world.size: expected an integer at least 1"),
         (set_("scenario", "model", "nmae", to="mlp"), "model.nmae: unknown field"),
         (set_("scenario", "system", "target", to="os:system"), "expected a registered target"),
-        (set_("seed", to=99), "seed: expected 7, the scenario's, got 99"),
-        (set_("worlds", 0, "digest", to="0"), "worlds[0].digest: expected that of"),
+        (set_("seed", to=99), "seed: expected 7, as in the scenario, got 99"),
+        (set_("worlds", 0, "digest", to="0"), "worlds[0].digest: expected the digest of"),
         (set_("findings", 1, "step", to=-1), "findings[1].step: expected an integer of at least 0"),
         (set_("findings", 1, "rank", to=3), "findings[1].rank[0]: expected 0 to 2"),
         (set_("findings", 1, "index", to=[-1]), "findings[1].index[0]: expected an"),

@@ -194,5 +194,5 @@ def test_a_form_that_gives_something_else_is_an_error_of_the_target(pool):
     for name in ("volume", "held"):
         result = judged(pool, Target(**{name: lambda case: {"float32": "much"}}))
         assert result.verdict == "error"
-        said = f"expected Costs.{name} to give a mapping of names to integers"
+        said = f"expected Costs.{name} to return a mapping of names to integers"
         assert said in result.error

@@ -104,4 +104,4 @@ def test_params_that_are_no_mapping_are_a_mistake_of_the_target(judged, order, p
     target = Partial(params=lambda engine: params)
     result = judged(target, world=replace(RING, order=order))
     assert refused(result)
-    assert "expected `params` of _Less to give a mapping of names to tensors" in result.error
+    assert "expected `params` of _Less to return a mapping of names to tensors" in result.error

@@ -185,8 +185,8 @@ def test_a_system_of_somebody_else_is_held_to_it(pool):
 
 
 @pytest.mark.parametrize(("engine", "message"), [
-    (NoSaveAsync, "expected save_async(path, *, form) of NoSaveAsync, whose target follows"),
-    (NoHandle, "expected `save_async` of NoHandle to give an object with wait(), got None"),
+    (NoSaveAsync, "expected NoSaveAsync to have save_async(path, *, form), because its target"),
+    (NoHandle, "expected `save_async` of NoHandle to return an object with wait(), got None"),
 ])  # fmt: skip
 def test_a_target_that_cannot_do_what_it_declares_is_told_which_method(pool, engine, message):
     result = judged(pool, Target(engine), **PLAIN)

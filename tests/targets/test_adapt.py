@@ -199,7 +199,7 @@ def test_an_engine_that_does_not_join_says_what_it_lacks(pool):
     run = RunSpec(steps=1, micro_batches=2, own_micro_batches=(2, 1))
     result = judge(pool, Target(capabilities="everything"), run=run)
     assert result.verdict == "error"
-    assert "expected join_micro_batch(*, last) of Least" in result.error
+    assert "expected Least to have join_micro_batch(*, last)" in result.error
 
 
 def test_a_target_that_does_not_follow_joins_is_not_asked(pool):

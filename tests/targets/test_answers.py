@@ -177,7 +177,7 @@ WRONG = {
     ),
     "params of another name": ({"params": named(str.upper)}, "`params`", "'p0', 'p1', 'p2', 'p3'"),
     "params of another size": (
-        {"params": told(lambda p: p.reshape(-1)[:1])}, "`params`", "with 1 elements in place of 6",
+        {"params": told(lambda p: p.reshape(-1)[:1])}, "`params`", "with 1 elements instead of 6",
     ),
     "sparse params": ({"params": told(lambda p: SPARSE)}, "`params`", "a dense tensor for"),
     "params on meta": ({"params": told(lambda p: p.to("meta"))}, "`params`", "'p0' on cpu"),
@@ -383,7 +383,7 @@ def test_a_complete_engine_without_a_model_is_held_to_types_alone():
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        ({"lr": 0.1}, "`settings` of Bare to give zero_sim.targets.Settings"),
+        ({"lr": 0.1}, "`settings` of Bare to return zero_sim.targets.Settings"),
         (Settings(params={"w": 0.1}), "a mapping from params to mappings"),
         (Settings(params={}, loss_scale="8"), "a number for loss_scale, or None"),
         (Settings(params={}, good_steps=True), "a number for good_steps, or None"),

@@ -279,7 +279,7 @@ def raises(scenario):
 @pytest.mark.parametrize(
     ("refuses", "words"),
     [
-        (lambda scenario: None, "an iterable of strings or zero_sim.errors.Problem, empty for"),
+        (lambda scenario: None, "an iterable of strings or zero_sim.errors.Problem, got"),
         (lambda scenario: [True], "got (True,)"),
         (lambda: (), "got TypeError: "),
         (raises, "got KeyError: 'lost'"),

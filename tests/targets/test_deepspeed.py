@@ -111,10 +111,10 @@ REFUSED = [
         0, "fp32", {**FP16, "model": ModelSpec(name="bit-hash", shapes=((1,),))},
         "exceed the range of fp16",
     ),
-    (1, "fp16", scaled(initial=2.0), "raises at an overflow at a scale of 1"),
-    (1, "fp16", scaled(growth_interval=2), "scale of the next step"),
+    (1, "fp16", scaled(initial=2.0), "raises if a gradient overflows at 1"),
+    (1, "fp16", scaled(growth_interval=2), "next step's scale"),
     # A norm is compared at stage 3.
-    (3, "fp32", {**CLIPS, "data": NAN}, "reports inf as the norm of each step that it skips"),
+    (3, "fp32", {**CLIPS, "data": NAN}, "reports an infinite norm for each step that it skips"),
 ]  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def test_losses_are_scaled_in_fp16_alone(stage):
 )
 def test_halves_without_zero_are_stepped_by_sgd_without_decay(optimizer):
     (problem,) = refused(0, "bf16", optimizer=optimizer)
-    assert "steps once with gradients of zero" in problem.message
+    assert "starts with a step on zero gradients" in problem.message
     assert not refused(0, "fp32", optimizer=optimizer)
 
 

@@ -57,8 +57,8 @@ def test_what_does_not_come_through_is_a_usage_error(load, code, told):
     ],
 )
 def test_a_name_that_the_module_lacks_is_said_with_the_nearest_one(load, code, near):
-    said = r"^expected module 'theirs_\d+' to have the name 'T' of --target theirs_\d+:T, got none "
-    with pytest.raises(UsageError, match=said + rf"such in .*theirs_\d+\.py\.{near}$"):
+    said = r"^expected module 'theirs_\d+' to have the name 'T' of --target theirs_\d+:T, got no "
+    with pytest.raises(UsageError, match=said + rf"such name in .*theirs_\d+\.py\.{near}$"):
         load(code)
 
 

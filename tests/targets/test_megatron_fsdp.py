@@ -109,10 +109,10 @@ def test_where_nothing_is_rounded_it_is_not_refused(stage, asked):
     [
         (0, {"said": {"overlap_grads": "false"}}, "twice"),
         (1, {"said": {"overlap_grads": "false"}}, "twice"),
-        (2, {"said": {"shard_optimizer": "true"}}, "steps once with gradients of zero"),
+        (2, {"said": {"shard_optimizer": "true"}}, "steps once with zero gradients"),
         (2, {"said": {"communication": "bf16"}, "ranks": 1}, "to themselves"),
         (3, {"ranks": 2, "redundancy": 2, "micro_batches": 2}, "again at every micro-batch"),
-        (1, {"model": ModelSpec(name="params", shapes=((1, 3), (2, 2)))}, "cuts rows"),
+        (1, {"model": ModelSpec(name="params", shapes=((1, 3), (2, 2)))}, "cuts a row in two"),
     ],
 )
 def test_what_goes_wrong_is_refused_but_as_is(stage, asked, says):

@@ -44,7 +44,7 @@ def test_our_own_system_trains_models_of_targets_that_are_known():
 def test_a_target_without_the_model_refuses_it():
     (problem,) = refusals(find_target("torch-ddp"), CASE)
     assert problem.path == "model.name"
-    assert "got 'own:tiny'; it has none" in problem.message
+    assert "`models` (none), got 'own:tiny'" in problem.message
 
 
 @pytest.mark.parametrize("models", [[TINY], {"tiny": TINY.build}, {"a b": TINY}, {3: 4}])

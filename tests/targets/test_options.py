@@ -117,7 +117,7 @@ def test_an_option_that_has_nothing_to_do_with_it_is_shrunk_away():
 
 def test_what_is_said_is_held_to_what_there_is():
     check_said(Opted(), {"fast": "true"})
-    with pytest.raises(UsageError, match="expected --option to name one of target 'ruled'"):
+    with pytest.raises(UsageError, match="expected --option to name an option of target 'ruled'"):
         check_said(Opted(), {"slow": "true"})
     with pytest.raises(UsageError, match="--option fast: expected true or false"):
         check_said(Opted(), {"fast": "1"})

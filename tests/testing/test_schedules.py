@@ -115,7 +115,7 @@ class TestExplore:
 
     @pytest.mark.parametrize("schedule", ["random", Choices(()), None])
     def test_a_schedule_is_refused(self, schedule):
-        with pytest.raises(UsageError, match="expected no schedule, because explore chooses"):
+        with pytest.raises(UsageError, match="expected no schedule, because explore runs all"):
             explore(independent, 2, schedule=schedule)
 
     @pytest.mark.parametrize(

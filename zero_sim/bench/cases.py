@@ -1,8 +1,7 @@
 """Figures for worlds, cases, layouts and training: processor time and ratios.
 
-Processor time covers this process and all processes that it starts. Unlike the wall clock, it
-hardly changes on a busy machine. The two parts of a ratio run in turns, so a slow machine affects
-both.
+Processor time covers this process and all processes that it starts, and changes less on a busy
+machine than the wall clock. The two parts of a ratio run in turns, so a slow machine affects both.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def median_seconds(work: Work, repeats: int) -> float:
 
 
 def pairs(one: Work, other: Work, repeats: int) -> list[tuple[float, float]]:
-    """Run two pieces of work in turns, and return their processor seconds with descendants'."""
+    """Return processor seconds of two pieces of work done in turns, including descendants'."""
     taken = []
     for _ in range(repeats):
         began = tree_seconds()
@@ -146,6 +145,7 @@ def _all_reduce(rank: int) -> float:
 def all_reduce_seconds(world_size: int, repeats: int) -> float:
     """Return the seconds of an all_reduce on warm ranks."""
     with World(world_size) as world:
+        # The first run starts the ranks.
         world.run(_all_reduce)
         return median_seconds(lambda: world.run(_all_reduce), repeats)
 
@@ -200,11 +200,7 @@ def cost_of(world: WorldSpec) -> float:
 
 
 def gloo_figures(*, hidden: int = 8, repeats: int = 20) -> tuple[float, float, float]:
-    """Measure a case on gloo workers.
-
-    Returns:
-        Processor seconds on gloo; their ratio to simulated ranks; the same ratio by wall clock.
-    """
+    """Return a case's processor seconds on gloo, and the ratio to simulated ranks, also by wall."""
     scenario = small_case(hidden=hidden)
     with WorldPool() as pool, on_workers(Setup(backend="gloo"), explainer=EXPLAINER) as judge:
         on_gloo = functools.partial(judge, scenario)
@@ -307,6 +303,7 @@ def layouts_rate(count: int) -> float:
     """Return how many layouts per second are drawn, planned and checked for unique owners."""
     seen = 0
 
+    # A fixed seed, so that all runs draw the same layouts.
     @hypothesis.seed(0)
     @hypothesis.settings(
         max_examples=count,

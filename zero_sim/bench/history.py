@@ -45,12 +45,7 @@ def read_history(path: Path) -> list[dict[str, float]]:
 
 
 def append_history(path: Path, measurements: Sequence[Measurement], **about: str) -> None:
-    """Append a run to the history.
-
-    Args:
-        path: The file, created if missing.
-        measurements: The measurements.
-        about: Further facts about the run, such as versions.
+    """Append a run to the history, with facts about it, such as versions.
 
     Raises:
         UsageError: The file cannot be written.
@@ -96,5 +91,6 @@ def find_worse(
 
 
 def _is_worse(value: float, before: float, *, row: Measurement, percent: float) -> bool:
+    # Rates (`at_least`) get worse by falling, times by rising.
     share = 1 + percent / 100
     return value * share < before if row.at_least else value > before * share

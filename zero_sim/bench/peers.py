@@ -124,6 +124,7 @@ class PeerProcess:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        # Closes the input, which ends the loop in `main`.
         self._process.communicate()
 
     def seconds(self) -> float:
@@ -173,6 +174,7 @@ def main(way: str, program: str) -> None:
 
 
 def _on_threads(program: Program) -> None:
+    # Threads lose exceptions, so collect and raise them here.
     raised: list[BaseException] = []
     store = dist.HashStore()
 
@@ -197,6 +199,7 @@ def _on_threads(program: Program) -> None:
 
 
 def _model() -> nn.Sequential:
+    # Equal weights on all ranks.
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(13, 29), nn.Tanh(), nn.Linear(29, 17), nn.Tanh(), nn.Linear(17, 5)

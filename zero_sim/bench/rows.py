@@ -59,6 +59,7 @@ def _peer(program: str, *, shown: str, peer: str, least: float | None, repeats: 
     )
 
 
+# Settings that slow a world down. Each is compared with a plain world.
 _WORLDS = (
     ("lazy timing", WorldSpec(size=4, timing="lazy")),
     ("hostile timing", WorldSpec(size=4, timing="hostile")),
@@ -96,6 +97,7 @@ ROWS = (
         _figure("gloo workers over simulated, hidden 256, wall clock", "x", most=1.6),
         take=lambda: cases.gloo_figures(hidden=256, repeats=8)[1:],
     ),
+    # Computation hides the cost of simulated ranks if layers are wide.
     *(
         _row(
             _figure(f"ranks over plain loop, hidden {hidden}", "x", most=most),

@@ -80,7 +80,6 @@ class Ran:
     device: str = "cpu"
     """Device of ranks and reference."""
     backend: Literal["sim", "gloo", "nccl"] = "sim"
-    """Backend of collectives. Real backends record no events."""
 
     @property
     def device_named(self) -> str:

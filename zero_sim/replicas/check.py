@@ -31,7 +31,7 @@ class ReplicaKey(NamedTuple):
     """A tensor that several ranks have."""
 
     declared: str
-    """What declares it a replica, such as `DistributedDataParallel`; "" if nothing does."""
+    """Source of its declaration as a replica, such as `DistributedDataParallel`; "" if none."""
     name: str
     shape: tuple[int, ...]
     place: tuple[object, ...] = ()
@@ -121,15 +121,10 @@ class ReplicaCheck:
         count: int,
         excuse: str,
     ) -> None:
-        """Compare a rank's value with the value from the first rank at this index.
+        """Compare a value with the first rank's value at this index.
 
-        Args:
-            rank: World rank.
-            key: The tensor.
-            index: Time at which the value is used.
-            tensor: The value.
-            count: Number of ranks with this tensor.
-            excuse: Reason why ranks may differ in a correct script; "" if there is none.
+        `count` is the number of ranks with this tensor. `excuse` is a reason why they may differ in
+        a correct script; "" if there is none.
         """
         if key in self._done:
             return

@@ -184,7 +184,7 @@ class RankReplicas:
         self._steps.update(held)
         for wrapper in self._wrappers:
             if held & wrapper.params:
-                # Whether the next forwards have an excuse depends on reductions before this step.
+                # The excuse in the next forwards depends on reductions before this step.
                 wrapper.reduced_before_step, wrapper.reduced = wrapper.reduced, False
 
     def _wrapper(self, module: Any) -> _Wrapper:

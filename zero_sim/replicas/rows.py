@@ -80,18 +80,10 @@ class RowLog:
         *,
         trains: bool = True,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Record the rows of an outermost forward.
+        """Record the rows of an outermost forward, and return its arguments with dealt rows.
 
-        Args:
-            step: Optimizer steps so far.
-            module: As for `Slot`.
-            args: Arguments by position.
-            kwargs: Arguments by name.
-            trains: False for a teacher, which computes without gradients. Its rows are dealt, but
-                not compared.
-
-        Returns:
-            The arguments, with dealt rows in place of the rank's own rows.
+        `trains` is False for a teacher, which computes without gradients. Its rows are dealt, but
+        not compared.
         """
         self.epochs.setdefault(step, self._passes)
         # Positions are also slots: "0", "1", ...

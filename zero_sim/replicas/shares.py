@@ -19,7 +19,7 @@ from typing import NamedTuple
 from zero_sim.replicas.rows import RowLog, Slot
 
 Rows = Counter[str]
-"""How often a rank read each row."""
+"""Number of reads by a rank, for each row."""
 
 
 class _Time(NamedTuple):

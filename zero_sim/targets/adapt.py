@@ -191,13 +191,7 @@ class EngineAdapter:
         return self._check.output(self.module(*args, **named))
 
     def backward(self, *terms: Tensor, last_micro: bool, rows: int) -> None:
-        """Run backward for one micro-batch, on the sum of terms if the engine does not split them.
-
-        Args:
-            terms: The loss, or main loss and second loss.
-            last_micro: True for the last micro-batch of the step.
-            rows: Number of rows that the loss covers.
-        """
+        """Run backward for one micro-batch; sum the terms if the engine lacks backward_terms."""
         # Only models with a second loss have two terms. The reference adds them the same way.
         split = getattr(self._engine, "backward_terms", None) if len(terms) > 1 else None
         if split is not None:

@@ -57,7 +57,6 @@ class Model:
     shapes: Mapping[str, tuple[int, ...]]
     """Shapes of all params by name, including untrained params."""
     trained: frozenset[str]
-    """Names of trained params."""
     known: frozenset[str]
     """Param names on all ranks; with tp, pp or ep, a rank has some of them."""
     device: str
@@ -69,12 +68,7 @@ class Model:
 
 
 def model_of(module: nn.Module, *, known: Iterable[str] = ()) -> Model:
-    """Return names, shapes and untrained params of a module before it is wrapped.
-
-    Args:
-        module: The model of this rank.
-        known: Param names in other ranks' models.
-    """
+    """Return this rank's model before it is wrapped; `known` are names on other ranks."""
     params = dict(module.named_parameters())
     first = {param: name for name, param in params.items()}
     names = module.named_parameters(remove_duplicate=False)
@@ -131,7 +125,7 @@ def look_at(
     Args:
         known: Their values before the engine was built.
         told: Params that the engine returned, by their names in the bare model.
-        held: Params in the engine's module, by their names there.
+        held: Params in the engine's module, by the module's names.
     """
     # See [Note: params that are never trained].
     trained = {name: param for name, param in told.items() if name not in known}

@@ -31,7 +31,6 @@ class CostCase:
     """
 
     scenario: Scenario
-    """The case."""
     rank: int
     """Group rank in the data-parallel group."""
     elems: Mapping[str, int]
@@ -142,11 +141,7 @@ TEXTBOOK = Costs(volume="textbook", calls="textbook", held="textbook", in_flight
 def costs_of(target: Target, scenario: Scenario, *, engine: object = None) -> Costs:
     """Return the costs that a target declares for a case.
 
-    Args:
-        target: The target, with `costs` or without.
-        scenario: The target's case.
-        engine: The engine. If it has `held_bytes` and the target has no `costs`, they are
-            `TEXTBOOK`.
+    If the target has no `costs`, they are `TEXTBOOK` for an engine with `held_bytes`.
 
     Raises:
         ProtocolError: `costs` is something else, or declares `held` for an engine without

@@ -25,11 +25,6 @@ def held_bytes(
     """Return the bytes of all memory that an engine can reach, by purpose.
 
     Each storage counts once. The module's own tensors and scalars do not count.
-
-    Args:
-        ddp: The module and its buffers.
-        optimizer: Their masters and state.
-        arena: Memory of whole gradients, if the system has an arena.
     """
     # Unnamed memory counts as `other`. If a later change keeps memory alive, it appears there.
     named: dict[int, str] = {}

@@ -142,9 +142,6 @@ class _WithoutFrames(UsageError):
 def theirs(expected: str) -> Iterator[None]:
     """Turn anything that the user's code raises into a UsageError.
 
-    Args:
-        expected: Expected result of the code, for the message.
-
     Raises:
         UsageError: The code raised anything, including SystemExit or its own KeyboardInterrupt.
         KeyboardInterrupt: A signal such as Ctrl-C arrived.

@@ -141,11 +141,7 @@ def check_said(target: Target, said: Mapping[str, str]) -> None:
 
 
 def parse(text: str, *, like: OptionValue) -> OptionValue:
-    """Parse a value.
-
-    Args:
-        text: The value in a case, such as `true`.
-        like: A value of the wanted type.
+    """Parse a value, such as `true`, as the type of `like`.
 
     Raises:
         UsageError: The text is no value of this type.

@@ -27,10 +27,7 @@ _ARGUMENTS = {
 def rules_of(target: Target, scenario: Scenario, *, added_in: str | None = None) -> Rules:
     """Return the rules with which the reference replays a target's case.
 
-    Args:
-        target: The system under test.
-        scenario: The target's case.
-        added_in: As for `Numerics.replayed`.
+    `added_in` is the order in which the backend adds; None for the case's order.
 
     Raises:
         ProtocolError: A declaration has another type.

@@ -60,13 +60,7 @@ class Record:
                 pieces[span] = value.detach().clone()
 
     def put(self, step: int, name: str, param: Tensor) -> dict[str, Tensor]:
-        """Write recorded values into a param, and return its state by key.
-
-        Args:
-            step: Optimizer step, from 0.
-            name: The param's name in the model.
-            param: The whole param, changed in place.
-        """
+        """Write recorded values into a whole param, and return its state by key."""
         keys = self.steps.get(step, {}).get(name, {})
         found = {key: _joined(pieces, like=param) for key, pieces in keys.items()}
         if "" in found:

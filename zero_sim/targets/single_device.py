@@ -22,13 +22,7 @@ from zero_sim.targets.torch.optim import OPTIMIZERS, LearningRates, flat_state, 
 
 
 class SingleDeviceEngine:
-    """A module, its masters and a plain optimizer.
-
-    Args:
-        module: The model.
-        scenario: The case; only its `optimizer` is read.
-        keeps_grads: True if gradients stay in memory between steps.
-    """
+    """A module, its masters and a plain optimizer."""
 
     def __init__(self, module: nn.Module, *, scenario: Scenario, keeps_grads: bool) -> None:
         self.module = module

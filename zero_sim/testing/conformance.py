@@ -116,6 +116,7 @@ def conformance(
         # A test object may run again, so remove properties of an earlier pass.
         vars(test_conformance).pop(PROPERTIES, None)
         failed: NotConformant | None = None
+        # A pool, so that cases share warm worlds.
         with WorldPool() as pool:
             judge = partial(run_case, pool=pool, target=judged)
             drawn = drawn_cases(judged, ranks_max=world_size_max, steps_max=steps_max)
@@ -239,6 +240,7 @@ def _shrunk(
     scenario: Scenario, result: CaseResult, subject: _Subject, *, heading: str
 ) -> NotConformant:
     """Shrink a failing case; if it could not be judged, report it unchanged."""
+    # Shrinking compares findings by key, so a case without a key cannot be shrunk.
     key = key_of(result)
     if key is None or result.verdict == "error" or not may_shrink(key):
         return _failure(scenario, subject, f"{render_case(result)}\n\nThe case")
@@ -326,6 +328,7 @@ def _distinguishing_cases(
 
 
 def _clipping_cases(scenario: Scenario, subject: _Subject) -> list[Scenario]:
+    # Keep dtype and stage of the failing case, because the target may not support others.
     base = changed(
         BASE, model={"dtype": scenario.model.dtype}, system={"stage": scenario.system.stage}
     )

@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 class MegatronFSDPEngine:
     """Megatron-FSDP on a rank. Its units are the classes of children with params.
 
-    Args:
-        module: The model.
-        scenario: The case; only its `optimizer` and `system` are read.
-        options: Values of all options.
-        as_is: True to omit workarounds for known divergences, as in scenarios/upstream.
+    `as_is` omits workarounds for known divergences, as in scenarios/upstream.
     """
 
     def __init__(

@@ -70,14 +70,7 @@ OPTIONS: Mapping[str, Option] = {
 
 
 class DDPEngine(WholeParamEngine):
-    """DDP and an optimizer that updates whole params, on a rank.
-
-    Args:
-        module: The model to wrap.
-        scenario: The case; only its `optimizer` is read.
-        group: The data-parallel group.
-        options: Values of `OPTIONS`; None for the defaults.
-    """
+    """DDP and an optimizer that updates whole params, on a rank."""
 
     def __init__(
         self,

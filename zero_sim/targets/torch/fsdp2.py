@@ -274,7 +274,7 @@ class TorchFSDP2:
         if divides_twice(scenario, chosen) and not self._as_is:
             yield Problem(
                 path="system.options",
-                message="torch 2.13 divides by divide_factor twice if a shard group has one rank: "
+                message="torch 2.13 divides twice by divide_factor if a shard group has one rank: "
                 "see scenarios/upstream.",
                 suggestion="Remove divide_factor, force_sum or fp16.",
             )

@@ -217,7 +217,7 @@ def _build_mesh(group: ProcessGroup, *, blocks: int, device: str) -> DeviceMesh:
 
 
 def _reshard_after_forward(system: SystemSpec, *, few: int) -> bool | int | None:
-    """Return a case's `reshard_after_forward`; None for torch's default, which differs by module."""
+    """Return a case's `reshard_after_forward`; None for torch's default."""
     # torch's default keeps the root's params unsharded and reshards all others.
     if system.stage != 3:
         return None

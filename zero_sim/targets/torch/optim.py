@@ -44,7 +44,7 @@ def class_of(spec: OptimizerSpec) -> type[Optimizer]:
         spec: `scenario.optimizer`.
 
     Raises:
-        ProtocolError: `spec` is something else, such as the scenario, or its optimizer is `own`.
+        ProtocolError: `spec` is no OptimizerSpec, or its optimizer is `own`.
 
     Example:
         >>> class_of(OptimizerSpec(name="sgd")).__name__
@@ -62,7 +62,7 @@ def settings_of(spec: OptimizerSpec) -> dict[str, Any]:
         spec: `scenario.optimizer`.
 
     Raises:
-        ProtocolError: `spec` is something else, such as the scenario, or its optimizer is `own`.
+        ProtocolError: `spec` is no OptimizerSpec, or its optimizer is `own`.
 
     Example:
         >>> settings_of(OptimizerSpec(name="adamw", lr=0.1))["lr"]
@@ -114,12 +114,7 @@ def decays_weights(spec: OptimizerSpec) -> bool:
 
 
 def grads_to_tell(spec: OptimizerSpec, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return gradients to report after the update, copied if clipping or the update changes them.
-
-    Args:
-        spec: The optimizer.
-        grads: Gradients before the update, by param.
-    """
+    """Return gradients to report, copied if clipping or the update changes them."""
     # Clipping writes to gradients, and so does torch's foreach SGD with Nesterov momentum, which
     # adds the momentum in place (torch/optim/sgd.py, `_multi_tensor_sgd`).
     clips = spec.clip_norm is not None or spec.clip_value is not None
@@ -136,7 +131,7 @@ def group_index(spec: OptimizerSpec, name: str) -> int:
         name: The param's name in the bare model.
 
     Raises:
-        ProtocolError: `spec` is something else, such as the scenario.
+        ProtocolError: `spec` is no OptimizerSpec.
     """
     _check_spec(spec, of="group_index")
     # The first match counts.
@@ -165,7 +160,7 @@ def param_groups(spec: OptimizerSpec, params: Mapping[str, Tensor]) -> list[dict
         params: Params by their names in the bare model.
 
     Raises:
-        ProtocolError: `spec` is something else, such as the scenario.
+        ProtocolError: `spec` is no OptimizerSpec.
     """
     _check_spec(spec, of="param_groups")
     # Groups have the scenario's order, and params within a group have the model's order.
@@ -224,7 +219,7 @@ def plain_optimizer(spec: OptimizerSpec, params: Mapping[str, nn.Parameter]) -> 
         params: Params by their names in the bare model.
 
     Raises:
-        ProtocolError: `spec` is something else, such as the scenario.
+        ProtocolError: `spec` is no OptimizerSpec.
     """
     _check_spec(spec, of="plain_optimizer")
     cls, settings = class_of(spec), settings_of(spec)
