@@ -67,8 +67,7 @@ class Costs:
     - `told-buckets`: one reduction for each bucket in `parts` (`reduced_by`, `call_elems`) and each
       sum over ranks. If the target follows `system.bucket_elems`, buckets have about this size. If
       parts have `gathered_by`, their buckets are gathered, and nothing else.
-    - `told-buckets-at-most`: the same, but no bucket with several params exceeds
-      `bucket_elems`."""
+    - `told-buckets-at-most`: the same, but no bucket with several params exceeds `bucket_elems`."""
     held: Literal["textbook"] | ByName | None = None
     """Resident bytes, by the names in the engine's `held_bytes`, a method that it must have. A
     function returns only the names it covers. Its names `whole gradients` and `whole params` bound

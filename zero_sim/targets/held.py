@@ -33,9 +33,8 @@ def held_bytes(
         if name not in _WITHIN_STEP and not isinstance(memory, nn.Parameter):
             named.setdefault(_address(memory), name if name in _LASTING else "state")
     own = {_address(tensor) for tensor in ddp.module.buffers()}
-    # A sharded param that is not in use is a placeholder of one element. If it is larger, it
-    # counts,
-    # because it was not resharded.
+    # A sharded param that is not in use is a placeholder of one element. If it is larger, it was
+    # not resharded, so it counts.
     freed = {param for each in ddp.buffers if each.sharding.params for param in each.memory}
     own |= {
         _address(param)
@@ -92,7 +91,7 @@ def memory_of(
     for grad_unit in units:
         if grad_unit.storage.whole is not None:
             yield "whole_gradients", grad_unit.storage.whole
-        # Other gradients are in `.grad` until they are copied into a reduce buffer.
+        # Without `grads_stay`, gradients are in `.grad` until they are copied into a reduce buffer.
         for param in () if grad_unit.grads_stay else grad_unit.params:
             if param.grad is not None:
                 yield "whole_gradients", param.grad

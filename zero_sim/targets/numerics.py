@@ -90,7 +90,7 @@ class Numerics:
       and `postmul-rounded` multiply by the fp32 reciprocal instead.
     - `avg`: the collective's AVG. This is `post-rounded`, except on NCCL, whose rings multiply by
       the rounded reciprocal before the sum (`premul`).
-    - `none`.
+    - `none`: no division.
 
     DDP: `premul`. Its default comm hook and DeepSpeed's stages 1 to 3: `pre`. Megatron-LM:
     `premul-fp32`. FSDP2: `avg`. DeepSpeed's stage 0: `postmul-rounded`."""
@@ -106,9 +106,9 @@ class Numerics:
     (`round`)."""
     # Decides whether micro-batches or ranks are added first.
     sync: Sync | None = None
-    """Sum over ranks: after the `last` micro-batch, or after `every` micro-batch.
-    `every-in-block`: after every micro-batch within each shard group (`system.redundancy`), and
-    once over the replicas at the end, as in HSDP."""
+    """Sum over ranks: after the `last` micro-batch, or after `every` micro-batch. With
+    `every-in-block`, shard groups (`system.redundancy`) sum after every micro-batch, and replicas
+    once at the end, as in HSDP."""
     grad_dtype: Literal["param", "fp32"] | None = None
     """Dtype in which gradients are accumulated and reduced."""
     accumulate_dtype: GradDtype | None = None
@@ -125,9 +125,9 @@ class Numerics:
     """Treatment of a param that no rank used in a step: stepped with a `zeros` gradient, or
     `left-alone`, as torch's optimizers do if `.grad` is None."""
     nonfinite: NonFiniteRule = "stepped"
-    """Effect of a NaN or infinite gradient if losses are not scaled. By default, cases contain
-    none. `skipped`: nothing is updated. `raises`: nothing is updated, and `step` raises an
-    ArithmeticError, RuntimeError or ValueError on every rank, like
+    """Treatment of a step with NaN or infinite gradients if losses are not scaled. `stepped`: as
+    any other step, so cases contain none. `skipped`: nothing is updated. `raises`: nothing is
+    updated, and `step` raises an ArithmeticError, RuntimeError or ValueError on every rank, like
     `clip_grad_norm_(error_if_nonfinite=True)`. Training goes on with the next step."""
     # The reference has the gradient at every point, so it can compare any of them.
     grads_told: GradsTold | None = None

@@ -34,8 +34,8 @@ class Option:
     default: OptionValue
     """Value if a case does not set the option. All values have this type."""
     values: object = ()
-    """Values in drawn cases: a tuple, or a Hypothesis strategy. If a text option has a tuple, it
-    accepts no values besides these and the default."""
+    """Values in drawn cases: a tuple, or a Hypothesis strategy. If a text option lists values in a
+    tuple, it accepts only these and the default."""
     fits: Callable[[Scenario], str] | None = None
     """Function that returns the reason why a case cannot set the option; "" if it can."""
 

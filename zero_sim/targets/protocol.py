@@ -324,8 +324,8 @@ class FullEngine(Engine, Protocol):
         """Describe the first nonzero gradient element that must be zero; "" if there is none.
 
         Args:
-            padding_only: False right after `zero_grad`, when all gradients must be zero. True
-                after a step, when the padding of gradient buffers must be zero.
+            padding_only: False right after `zero_grad`, when all gradients must be zero. True after
+                a step, when only padding must be zero.
         """
         ...
 

@@ -257,7 +257,7 @@ def _shrunk(
     explanation = _explain_rules(reduced.scenario, result, subject)
     text = (
         f"{heading}{render_case(without_advice(result))}\n{render_reduced(reduced)}\n\n{explanation}\n\n"
-        "The smallest case that was found"
+        "The smallest failing case"
     )
     return _failure(reduced.scenario, subject, text)
 
@@ -277,7 +277,7 @@ def _explain_rules(scenario: Scenario, result: CaseResult, subject: _Subject) ->
         if silent
         else "Everything that a target can report was compared.",
         f"Assumed rules: Numerics({rules})"
-        + ("" if rules else ", because none is declared, and those of the case"),
+        + ("" if rules else ", because none is declared; otherwise as in the case"),
     ]
     lines.append(_proposal(scenario, result, subject, other=other))
     return "\n".join(lines)
@@ -304,7 +304,7 @@ def _proposal(
     if not candidates:
         return "No other known rule makes it pass."
     if distinguishing:
-        return "No rule is proposed: rules that fit this case do not fit others of several ranks."
+        return "No rule is proposed: rules that fit this case do not fit others with several ranks."
     return (
         "No rule is proposed: the target supports no case that distinguishes rules, with several "
         "ranks and with sgd or reported optimizer state."
