@@ -36,6 +36,7 @@ def read_history(path: Path) -> list[dict[str, float]]:
         for line in path.read_text().splitlines():
             rows = json.loads(line)["measurements"]
             runs.append({str(row["name"]): float(row["value"]) for row in rows})
+    # JSON of another form raises KeyError or TypeError.
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"expected {path} to contain a line of JSON for each run of the benchmark, got "

@@ -92,7 +92,6 @@ def _peak_bytes() -> int:
 
 
 def _resident_bytes() -> int:
-    """Return the resident bytes of this process. Linux only."""
     with open("/proc/self/statm") as statm:
         # The second number is the resident set, in pages.
         return int(statm.read().split()[1]) * resource.getpagesize()

@@ -87,6 +87,7 @@ def in_lock_step(program: Program) -> Iterator[Callable[[], object]]:
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=store)
 
     def run() -> None:
+        # A single call runs all ranks.
         with LocalTensorMode(RANKS):
             program(0)
 
@@ -170,6 +171,7 @@ def main(way: str, program: str) -> None:
             began = time.process_time()
             run()
             sys.stdout.write(f"{time.process_time() - began}\n")
+            # The parent process waits for this line.
             sys.stdout.flush()
 
 

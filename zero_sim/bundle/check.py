@@ -43,7 +43,7 @@ def integers(value: object, *, stop: int, where: str) -> list[int]:
 
 
 def world_sizes(scenario: Scenario) -> tuple[int, ...]:
-    """Return the sizes of the worlds in which a case runs: one world, or two with a reload."""
+    """Return the sizes of a case's worlds: one world, or two with a reload."""
     if scenario.reload is None:
         return (scenario.world.size,)
     return scenario.world.size, scenario.reload.world_size or scenario.world.size
@@ -125,7 +125,7 @@ def check_evidence(evidence: Evidence, *, where: str) -> None:
     sides = evidence.expected, evidence.got
     # Readers compare the sides element by element.
     for side in sides:
-        # The writer keeps flat windows around the first difference.
+        # The writer only keeps flat windows around the first difference.
         if side.ndim != 1 or side.numel() > EVIDENCE_ELEMS_MAX:
             raise InvalidField(
                 f"{where}: expected 1D tensors with at most {EVIDENCE_ELEMS_MAX} elements, got "

@@ -277,7 +277,6 @@ def _decoded(data: bytes, where: str) -> str:
 
 
 def _read_files(path: Path, named: Mapping[str, _File]) -> dict[str, bytes]:
-    """Return the content of the files named in the head, checked by size and hash."""
     # Allow only fixed names, so a head cannot name files elsewhere.
     needed, known = {TURNS_FILE, EVENTS_FILE}, {TURNS_FILE, EVENTS_FILE, TENSORS_FILE}
     # Tensors are optional, because a finding may have no evidence.

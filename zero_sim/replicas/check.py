@@ -81,8 +81,6 @@ class Drift:
 
 @dataclass(slots=True)
 class _Entry:
-    """A value that waits for other ranks."""
-
     rank: int
     values: Tensor
     excuse: str
@@ -100,7 +98,7 @@ class ReplicaCheck:
         self.findings: list[Drift] = []
         """Declared replicas that differ, in the order found."""
         self.warnings: list[Drift] = []
-        """Tensors that drift apart, as they may in a correct script."""
+        """Tensors that drift apart, as some do in correct scripts."""
         self.compared: set[ReplicaKey] = set()
         """Declared replicas that were always equal on all their ranks."""
         self._allowed = tuple(allowed)

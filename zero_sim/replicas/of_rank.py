@@ -53,8 +53,6 @@ def world_size_of_run() -> int:
 
 @dataclass(slots=True, eq=False)
 class _Wrapper:
-    """A rank's DistributedDataParallel."""
-
     module: Any
     label: str
     params: frozenset[int]

@@ -32,7 +32,6 @@ class _Time(NamedTuple):
 
 
 def _rows_of(logs: Sequence[RowLog], *, by_epoch: bool) -> dict[_Time, list[Rows]]:
-    """Return each rank's rows, by epoch or step."""
     found: dict[_Time, list[Rows]] = defaultdict(lambda: [Counter() for _ in logs])
     for index, log in enumerate(logs):
         for (step, slot), digests in log.digests.items():

@@ -147,7 +147,6 @@ class EngineAdapter:
             self._answers = None
 
     def _optional(self, method: str, **options: object) -> Any:
-        """Call a method, or return its default if it is missing."""
         found = getattr(self._engine, method, None)
         return _DEFAULTS[method] if found is None else found(**options)
 
@@ -267,7 +266,6 @@ class EngineAdapter:
         return once
 
     def _first_name(self, name: Any) -> Any:
-        """Return the first name of a tied param; other names stay unchanged."""
         model = self._check.model
         return name if model is None else model.tied.get(name, name)
 

@@ -88,7 +88,6 @@ def check_calls(engine: object) -> None:
 
 @lru_cache(maxsize=512)
 def _takes(function: Callable[..., object], name: str) -> bool:
-    """Return True if a function takes the arguments of the protocol's method `name`."""
     _, args, named = CALLS[name]
     try:
         # The first None stands for `self`.
@@ -249,7 +248,6 @@ class Answers:
         return answer
 
     def _check_numbers(self, method: str, record: object, names: Sequence[str]) -> None:
-        """Check that fields of a record are numbers or None."""
         for name in names:
             value, (types, words) = getattr(record, name), _NUMBERS[name]
             # bool is a subclass of int, so bool fields take bools only, and other fields no bool.

@@ -347,7 +347,6 @@ def _answered(
     *,
     wanted: str,
 ) -> object:
-    """Return the result of a target's function of the case."""
     try:
         return own(scenario)
     # The target's code may raise anything.

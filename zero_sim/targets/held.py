@@ -149,7 +149,6 @@ def whole_bytes(
 def _reduce_buffers(
     ddp: DistributedDataParallel,
 ) -> tuple[Sequence[GradUnit], Sequence[Tensor]]:
-    """Return an engine's grad units and their shared memory; empty if it has none."""
     schedule = ddp.grad_schedule
     if not isinstance(schedule, BufferedGrads):
         return (), ()

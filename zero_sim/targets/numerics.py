@@ -360,7 +360,6 @@ class Numerics:
             )
 
     def _not_clipped(self, scenario: Scenario) -> Iterator[Problem]:
-        """Yield reasons why a case cannot clip by this norm."""
         by_norms = self.norm != "of-elements"
         by_root = not callable(self.clip) and takes_root(self.clip)
         # With tp or pp, a rank only has some params, so its norm is not the model's.
@@ -398,7 +397,6 @@ def value_of(numerics: Numerics, name: str) -> object:
 
 
 def _nearest_word(divide: Any) -> Literal["none", "pre", "post", "premul"] | None:
-    """Return the nearest value of `system.divide` for a divide rule."""
     return _NEAREST_WORDS.get(divide, divide)
 
 

@@ -131,8 +131,6 @@ def kind_of(name: str, tensor: Tensor) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """The call that sums a fragment over ranks."""
-
     kind: Literal["reduce_scatter", "reduce_scatter_list", "reduce", "all_reduce"]
     elems: int
     """Elements of the reduced tensor."""
@@ -518,7 +516,6 @@ def _stray_in_part(bucket: BucketPlan, own: Span, memory: Tensor, *, where: str)
 
 
 def _stray_in_gradients(unit: Unit, *, index: int, padding_only: bool) -> str:
-    """Describe the first nonzero element in a unit's gradients and their sums."""
     bucket, whole = unit.plan, unit.grad_storage.whole
     where = f"gradient buffer {index}, in bucket {bucket.index}"
     if whole is not None:
@@ -534,7 +531,6 @@ def _stray_in_gradients(unit: Unit, *, index: int, padding_only: bool) -> str:
 
 
 def _stray_in_params(unit: Unit, *, index: int) -> str:
-    """Describe the first nonzero padding element in a unit's params."""
     bucket, whole = unit.plan, unit.params
     where = f"param buffer {index}, in bucket {bucket.index}"
     if whole is not None:

@@ -122,8 +122,6 @@ def _from_json(value: tuple[str, list[int], str]) -> Tensor:
 
 
 class _RecordedOptimizer:
-    """An optimizer with torch's interface that takes its steps from a record."""
-
     def __init__(self, record: Record, named: Mapping[str, Tensor]) -> None:
         self._record, self._named = record, dict(named)
         # The step counter is in the group, because the reference only copies state and groups.
@@ -140,8 +138,6 @@ class _RecordedOptimizer:
 
 
 class _Wrapped:
-    """A target with a record."""
-
     def __init__(self, target: Target, record: Record) -> None:
         self._target, self._record = target, record
         self.name = target.name

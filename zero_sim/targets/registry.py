@@ -45,7 +45,6 @@ _LIBRARIES = _by_name(
 
 @cache
 def _registered(name: str) -> Target | None:
-    """Return the registered target with a name; None if there is none."""
     module = _TARGETS.get(name) or _LIBRARIES.get(name)
     if module is None:
         return None

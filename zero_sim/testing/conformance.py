@@ -147,8 +147,6 @@ def _series(seed: int | None) -> str:
 
 @dataclass(kw_only=True, slots=True)
 class _Results:
-    """Collected results of cases."""
-
     verdicts: Counter[str] = field(default_factory=Counter)
     params_only: int = 0
     """Number of passes in which neither averaged gradients nor optimizer state were compared."""
@@ -226,8 +224,6 @@ def _judge_all(scenarios: Iterable[Scenario], judge: Judge, *, target: Target) -
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Subject:
-    """The target under test."""
-
     target: Target
     name: str
     """Importable name; "" if there is none."""

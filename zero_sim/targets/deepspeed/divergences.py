@@ -121,7 +121,6 @@ def known_to_go_wrong(scenario: Scenario, *, stage: int) -> Iterator[Problem]:
 
 
 def _whole_halves(scenario: Scenario) -> Iterator[Problem]:
-    """Yield problems of stage 0 in bf16 and fp16."""
     # scenarios/upstream/deepspeed-loss-not-scaled and deepspeed-initial-step.
     spec = scenario.optimizer
     if spec.loss_scale is not None:
@@ -210,14 +209,12 @@ def universal_goes_wrong(scenario: Scenario, *, stage: int) -> Iterator[Problem]
 
 
 def _may_be_before_all_steps(scenario: Scenario, *, step: int) -> bool:
-    """Return True if all steps before `step` may be skipped."""
     # In fp16 any step may overflow.
     nan = scenario.data.nan
     return scenario.model.dtype == "fp16" or (nan is not None and nan.step == 0 and step == 1)
 
 
 def _elems_of_groups(scenario: Scenario) -> dict[int, int]:
-    """Return the number of elements in each nonempty param group, by index."""
     elems: dict[int, int] = {}
     for name, shape in params_of(scenario.model):
         index = group_index(scenario.optimizer, name)

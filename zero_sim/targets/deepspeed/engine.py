@@ -63,7 +63,6 @@ def config_of(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) -> 
 
 
 def _half(scenario: Scenario) -> dict[str, Any]:
-    """Return the part of the config for bf16 or fp16."""
     if scenario.model.dtype != "fp16":
         return {"bf16": {"enabled": True}} if scenario.model.dtype == "bf16" else {}
     # DeepSpeed always scales losses in fp16; a static scale of 1 changes nothing.

@@ -120,7 +120,6 @@ class MegatronEngine:
 
 
 def _settings(spec: OptimizerSpec) -> dict[str, Any]:
-    """Return the scenario's optimizer settings under Megatron's names."""
     return {
         "optimizer": "adam",
         "lr": spec.lr,

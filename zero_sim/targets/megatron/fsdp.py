@@ -59,7 +59,6 @@ def numerics_for(scenario: Scenario, chosen: Any) -> Numerics:
 
 
 def _dtypes(scenario: Scenario, chosen: Any) -> tuple[Any, Any]:
-    """Return the dtypes in which gradients are accumulated and summed."""
     own, main, wire = scenario.model.dtype, chosen["main_grads"], chosen["communication"]
     accumulated = own if main == "param" else main
     return accumulated, accumulated if wire == "param" else wire
@@ -146,7 +145,6 @@ def known_to_go_wrong(scenario: Scenario, chosen: Any) -> Iterator[Problem]:
 
 
 def _is_scattered(scenario: Scenario) -> bool:
-    """Return True if gradients are scattered."""
     # Gradients stay whole in a shard group with a single rank.
     return scenario.system.stage > 1 and scenario.world.size > scenario.system.redundancy
 

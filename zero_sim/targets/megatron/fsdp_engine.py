@@ -200,7 +200,6 @@ def _is_of_core(module: str) -> bool:
 
 
 def _mesh(blocks: int, device: str) -> dict[str, Any]:
-    """Return the mesh of ranks, as arguments of `fully_shard_model`."""
     from torch.distributed.device_mesh import init_device_mesh
 
     ranks = torch.distributed.get_world_size()

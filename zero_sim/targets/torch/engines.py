@@ -32,8 +32,6 @@ from zero_sim.targets.torch.optim import LearningRates, flat_state
 
 
 class _WholeWorkingParams:
-    """Methods of both engines."""
-
     def __init__(self, module: nn.Module, *, group: ProcessGroup) -> None:
         self.module = module
         self.group = group

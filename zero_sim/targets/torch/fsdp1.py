@@ -87,7 +87,6 @@ class FSDP1Engine:
         self._reduced: dict[str, Tensor] = {}
 
     def _settings(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all wrapper settings except sharding."""
         from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision
 
         prefetch = _PREFETCH.get(options["backward_prefetch"])
@@ -295,13 +294,11 @@ _READS_ROOT = ("gpt", "transformer-260")
 
 
 def _is_whole(scenario: Scenario) -> bool:
-    """Return True if nothing is sharded."""
     # FSDP1 switches to NO_SHARD on a single rank.
     return scenario.system.stage == 0 or scenario.world.size == 1
 
 
 def _known_to_go_wrong(scenario: Scenario) -> Iterator[Problem]:
-    """Yield fields of a case that go wrong in torch 2.13."""
     # scenarios/upstream/torch-fsdp1-tied-accumulated.
     narrow, accumulates = scenario.model.dtype != "fp32", scenario.run.micro_batches > 1
     tied = ("head.weight",) if scenario.model.name == "gpt" else scenario.model.tied

@@ -73,7 +73,6 @@ class FSDP2Engine:
         self._reduced: dict[str, Tensor] = {}
 
     def _shard(self, module: nn.Module, mesh: DeviceMesh) -> FSDPModule:
-        """Shard a module, except children that are already sharded."""
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         options = self._options
@@ -206,7 +205,6 @@ class FSDP2Engine:
 
 
 def _build_mesh(group: ProcessGroup, *, blocks: int, device: str) -> DeviceMesh:
-    """Return the mesh of ranks. Its last dimension is the shard group."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     if blocks == 1:

@@ -103,7 +103,6 @@ def _check_named(spec: OptimizerSpec) -> None:
 
 @cache
 def _settings_known(name: OptimizerName) -> frozenset[str]:
-    """Return the argument names of an optimizer's class."""
     # Cached, because every rank in every case needs them, and reading a signature takes 100 us.
     return frozenset(inspect.signature(_CLASSES[name].__init__).parameters)
 
