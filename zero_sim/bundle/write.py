@@ -83,8 +83,8 @@ def write_bundle(
 
 def _move(source: Path, target: Path) -> None:
     # rename() cannot replace a folder with files, so rename the old folder first. Between both
-    # renames, another process may write its bundle. After the last try, this bundle stays, because
-    # it has the same id and thus the same failure.
+    # renames, another process may write its bundle. After the last try, that process's bundle
+    # stays, because the same id means the same failure.
     for _ in range(_REPLACE_TRIES):
         # Also hidden, because the source's name begins with a dot.
         old = source.with_name(f"{source.name}-old")

@@ -91,7 +91,7 @@ class ReplicaCheck:
     """Comparison of tensors between all ranks in a run.
 
     Args:
-        allowed: `fnmatch` patterns of names that may differ.
+        allowed: `fnmatch` patterns for names of tensors that may differ.
     """
 
     def __init__(self, *, allowed: Sequence[str] = ()) -> None:
@@ -102,7 +102,7 @@ class ReplicaCheck:
         self.compared: set[ReplicaKey] = set()
         """Declared replicas that were always equal on all their ranks."""
         self._allowed = tuple(allowed)
-        # Undeclared tensors that were equal on all ranks at least once.
+        # Undeclared tensors, equal on all ranks at least once.
         self._agreed: set[ReplicaKey] = set()
         # Tensors found to differ. They are not compared again.
         self._done: set[ReplicaKey] = set()
@@ -143,9 +143,9 @@ class ReplicaCheck:
         if difference is not None:
             self._done.add(key)
             self.compared.discard(key)
-            # Also compare allowed tensors, so that they do not count as equal.
+            # Also compare allowed tensors, because they must not count as equal.
             is_allowed = any(fnmatch.fnmatchcase(key.name, pattern) for pattern in self._allowed)
-            # An undeclared tensor that was never equal is no replica: each rank drew its own.
+            # If an undeclared tensor was never equal, it is no replica: each rank drew its own.
             if is_allowed or not (key.declared or key in self._agreed):
                 return
             # If any rank reduced gradients, all ranks were meant to take the same step.

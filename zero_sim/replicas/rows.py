@@ -133,7 +133,7 @@ class Dealer:
         batches: dict[Slot, list[Tensor]] = defaultdict(list)
         for (_, slot), each in source.values.items():
             batches[slot] += each
-        # Arguments that are equal in all forwards, such as masks, are no data.
+        # Arguments are no data if they are equal in all forwards, such as masks.
         self._constant = {slot: each[0] for slot, each in batches.items() if _are_constant(each)}
 
     def deal(self, step: int, slot: Slot, tensor: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Judgement on the rows that ranks read, in a single run or compared with another run.
 
-In a single run the full set of rows is unknown, so rows read by several ranks are only a note. A
-run on one rank that reads each row once shows the full set. Compared with it, there is a finding if
-ranks read equally many rows in total, but some rows several times and others never. If ranks read
-rows that the other run does not have, there is nothing to compare, and no finding.
+In a single run the full set of rows is unknown, so rows read by several ranks are only a note. The
+full set is known if another run on one rank reads each row once. Then it is a finding if ranks read
+equally many rows in total, but some rows several times and others never. If ranks read rows beyond
+the other run's, there is nothing to compare, and no finding.
 
 [Note: the time within which a row is read once]
 An epoch, which is a pass over a DataLoader, or a step without a DataLoader. Tensor-parallel ranks
@@ -36,7 +36,7 @@ def _rows_of(logs: Sequence[RowLog], *, by_epoch: bool) -> dict[_Time, list[Rows
     for index, log in enumerate(logs):
         for (step, slot), digests in log.digests.items():
             epoch = log.epochs.get(step, 0) if by_epoch else 0
-            # Messages count steps from 1. Epoch 0 means that there is no epoch.
+            # Messages count steps from 1. Epoch 0 stands for no epoch.
             found[_Time(epoch > 0, epoch or step + 1, slot)][index].update(digests)
     return found
 
@@ -99,7 +99,7 @@ def other_rows(
     for time in sorted({*wanted, *came}):
         if steps is not None and time.number > steps:
             break
-        # Counters, because a row that is due twice must be read twice.
+        # Counters, because a row may be due twice.
         once = sum(_of_forwards(expected, wanted[time]), Counter())
         each = _of_forwards(got, came[time])
         if once == sum(each, Counter()) or (all_read_all and all(rows == once for rows in each)):

@@ -80,11 +80,10 @@ def conformance(
 
         test_mine = conformance(MyTarget())
 
-    Each case runs in a simulated world. After each step, all values that the target reports are
-    compared bit for bit with a reference on one device. The failing case with the largest
-    difference is shrunk as `zero-sim shrink` does it, while its finding stays the same: smaller
-    differences may be mere rounding. A finding without different values, such as a deadlock, ends
-    the search at once.
+    Each case runs in a simulated world. After each step, all reported values are compared bit for
+    bit with a reference on one device. The failing case with the largest difference is shrunk like
+    in `zero-sim shrink`, because smaller differences may be mere rounding. A finding without
+    different values, such as a deadlock, ends the search at once.
 
     Args:
         target: The target, its registered name, or `module:name`.
@@ -105,7 +104,7 @@ def conformance(
     Raises:
         UsageError: There is no target with this name, or the object is no target.
     """
-    # Import or check at once, so that a wrong name fails during collection.
+    # Import or check at once, so a wrong name fails during collection.
     if isinstance(target, str):
         judged = import_target(target)
     else:
@@ -116,7 +115,7 @@ def conformance(
         # A test object may run again, so remove properties of an earlier pass.
         vars(test_conformance).pop(PROPERTIES, None)
         failed: NotConformant | None = None
-        # A pool, so that cases share warm worlds.
+        # With a pool, cases share warm worlds.
         with WorldPool() as pool:
             judge = partial(run_case, pool=pool, target=judged)
             drawn = drawn_cases(judged, ranks_max=world_size_max, steps_max=steps_max)

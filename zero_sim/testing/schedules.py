@@ -59,7 +59,7 @@ class _Following:
 
     def following(self) -> tuple[int, ...] | None:
         """Return the next schedule's choices, depth first; None after the last schedule."""
-        # Advance the last pick that has a further choice. Later picks start again at 0.
+        # Advance the last pick with a further choice. Later picks start again at 0.
         choices, widths = self.choices(), self._schedule.widths
         for position in reversed(range(len(choices))):
             if choices[position] + 1 < widths[position]:
@@ -112,7 +112,7 @@ def explore(
     seen: set[int] = set()
     choices: tuple[int, ...] | None = ()
     runs = 0
-    # Share a world between runs, so that its ranks stay warm.
+    # Share a world between runs, so its ranks stay warm.
     with World(world_size, **world_args) as world:
         while choices is not None and runs < runs_max:
             recipe = _Following(choices)
