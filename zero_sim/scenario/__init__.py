@@ -1,7 +1,7 @@
-"""Scenarios: the records of a case, and the files that contain them.
+"""Scenarios: records of a case, and files that contain them.
 
-This module re-exports only the records. So the system, the simulator and the reference can read a
-scenario without importing a parser; see `load`, `discover` and `schema` for parsing.
+This module exports the records only, so that the system, the simulator and the reference import no
+parser. For parsing, see `load`, `discover` and `schema`.
 """
 
 from __future__ import annotations

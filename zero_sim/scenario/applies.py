@@ -1,7 +1,7 @@
-"""Table of settings that need other settings, with the reason.
+"""Table of settings that need other settings, with reasons.
 
 A field at its default is never refused. `zero_sim.scenario.fitting` repairs cases by this table.
-All other rules over several fields are in `zero_sim.scenario.conditions`.
+`zero_sim.scenario.conditions` has all other rules over several fields.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from zero_sim.scenario.fields import default_at, describe_value, show
 from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
 from zero_sim.scenario.spec import OptimizerName, Scenario
 
-# In torch.optim, sgd, asgd and rprop have no eps, and rprop no weight decay. `own` reads any
-# setting.
+# As in torch.optim: sgd, asgd and rprop have no eps, and rprop has no weight decay. `own` may read
+# any setting.
 _WITH_BETAS = ("adamw", "adam", "nadam", "radam", "adamax", "lamb", "own")
 _WITH_EPS = (*_WITH_BETAS, "rmsprop", "adagrad", "adadelta", "muon")
 _ALL: tuple[OptimizerName, ...] = get_args(OptimizerName)
-# Muon and LAMB step whole params, so they need gathers that other settings rule out.
+# Muon and LAMB step whole params, so they need gathers, which some settings rule out.
 _ELEMENTWISE = tuple(name for name in _ALL if name not in WHOLE_PARAM_OPTIMIZERS)
 # torch's foreach kernels of nadam, radam and asgd round differently from its loop.
 WITH_FOREACH = tuple(name for name in _ELEMENTWISE if name not in ("nadam", "radam", "asgd"))
-# Messages name the fields that the case's model does use, and repairs reset those that it does not.
+# Messages list the fields that the case's model uses; repairs reset the others.
 USED_BY: dict[str, tuple[str, ...]] = {
     "model.hidden": (
         *("mlp", "fp8", "digits", "moe", "ternary", "tp-block", "positional"),
@@ -50,12 +50,12 @@ USED_BY: dict[str, tuple[str, ...]] = {
     "optimizer.nesterov": ("sgd", "muon", "own"),
     "optimizer.amsgrad": ("adam", "adamw", "own"),
 }
-"""Models or optimizers that use a field, by its path. Fields without an entry are used by all."""
+"""Models or optimizers that use a field, by path. All use a field without an entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Except:
-    """All values of a field but one."""
+    """Every value except the given one."""
 
     value: object
 
@@ -75,14 +75,14 @@ class Applies:
     needs: Mapping[str, Values]
     """Required values of other fields, by path."""
     why: str
-    """Reason, as it begins the message."""
+    """Reason, with which the message begins."""
     after: Literal["ends", "checked", "unused"] = "ends"
-    """Treatment if the system after a checkpoint lacks the needs. `ends`: the setting goes back to
-    its default there. `checked`: that is a problem. `unused`: like `ends`; and because the setting
-    changes nothing without its needs, it may be set just for the system after the checkpoint, and
-    repairs remove it."""
+    """Treatment if the case after its checkpoint lacks the needs. `ends`: the setting goes back to
+    its default. `checked`: report a problem. `unused`: like `ends`; because the setting changes
+    nothing without its needs, repairs remove it, and a case may set it just for use after the
+    checkpoint."""
     values: Values | None = None
-    """Values of the setting that have the needs. If None, all but the default."""
+    """Values of the setting that have these needs. If None, all but the default."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -91,26 +91,24 @@ class Applies:
 
     @property
     def holds_after(self) -> bool:
-        """True if the row is also checked for the system after the checkpoint."""
+        """True if the row is also checked for the case after its checkpoint."""
         return self.after == "checked"
 
     def broken(self, scenario: Scenario) -> bool:
-        """Return True if the setting is set and has no effect in this system."""
+        """Return True if the setting is set, but has no effect in this case."""
         values = Except(default_at(self.path)) if self.values is None else self.values
-        # The default never counts as set, because a file cannot be told apart from one that omits
-        # the field.
+        # The default never counts as set: records do not keep which fields a file omits.
         return attrgetter(self.path)(scenario) in values and bool(self.unmet(scenario))
 
     def check(self, scenario: Scenario) -> Iterator[Problem]:
-        """Yield the problem, if the setting is set and has no effect."""
+        """Yield a problem if the setting is set, but has no effect."""
         if self.broken(scenario):
             unmet = self.unmet(scenario)
             value = describe_value(attrgetter(self.path)(scenario))
             found = " and ".join(_found(path, attrgetter(path)(scenario)) for path in unmet)
             remedies = " and ".join(_remedy(path, self.needs[path]) for path in unmet)
             table, _, _ = self.path.partition(".")
-            # A wrong model or optimizer is the usual slip, so list the fields that this one does
-            # use.
+            # A field of another model or optimizer is a common slip, so list the usable fields.
             if self.path in USED_BY and f"{table}.name" in unmet:
                 found += _uses(scenario, table)
             yield Problem(
@@ -120,9 +118,9 @@ class Applies:
             )
 
     def unmet(self, scenario: Scenario) -> list[str]:
-        """Return the paths of the needs that the scenario lacks."""
+        """Return the paths of unmet needs."""
         return [
-            # Membership works for all three kinds of `Values`: a tuple, a range, or `Except`.
+            # `in` works for all three kinds of `Values`: tuple, range and `Except`.
             path
             for path, values in self.needs.items()
             if attrgetter(path)(scenario) not in values
@@ -139,15 +137,15 @@ def _found(path: str, value: object) -> str:
 def _remedy(path: str, values: Values) -> str:
     if isinstance(values, Except):
         return f"{'set' if default_at(path) not in values else 'change'} {path}"
-    # The first of the allowed values is the plainest, so the remedy names it.
+    # The first allowed value is the plainest, so the remedy names it.
     first = values[0]
     return f"leave out {path}" if first in (None, ()) else f"write {path} = {show(first)}"
 
 
 def _only(path: str) -> str:
-    """Return the reason that a field needs the models or optimizers in `USED_BY`."""
+    """Return the reason why a field needs the models or optimizers in `USED_BY`."""
     kind = path.partition(".")[0]
-    # `'mlp', 'gpt' and 'moe'`, because messages are sentences.
+    # Messages are sentences: `'mlp', 'gpt' and 'moe'`.
     *others, last = (f"'{user}'" for user in USED_BY[path])
     if not others:
         return f"only {kind} {last} uses it"
@@ -155,7 +153,7 @@ def _only(path: str) -> str:
 
 
 def _uses(scenario: Scenario, table: str) -> str:
-    """Return the fields that the case's model or optimizer uses, as the end of a message."""
+    """Return the end of a message: the fields that the case's model or optimizer uses."""
     record = getattr(scenario, table)
     names = (field.name for field in dataclasses.fields(record) if field.name != "name")
     used = (n for n in names if record.name in USED_BY.get(f"{table}.{n}", (record.name,)))
@@ -173,13 +171,13 @@ APPLIES = (
     *(
         Applies(path, {f"{path.partition('.')[0]}.name": users}, _only(path), after="unused")
         for path, users in USED_BY.items()
-        # It also needs momentum, so it has a row of its own below.
+        # This also needs momentum, so it has its own row below.
         if path != "optimizer.nesterov"
     ),
     Applies(
         "model.tied_first",
         {"model.tied": Except(())},
-        "expected params in model.tied, which have second names",
+        "expected params with second names in model.tied",
         after="unused",
     ),
     Applies(
@@ -200,7 +198,7 @@ APPLIES = (
     Applies(
         "data.epoch_steps",
         {"data.rows": _SEVERAL},
-        # The last step of an epoch has half the rows, and needs at least one.
+        # An epoch's last step has half the rows, and needs at least one row.
         "a micro-batch of one row has no half",
         after="unused",
     ),
@@ -245,8 +243,7 @@ APPLIES = (
     Applies(
         "optimizer.foreach",
         {"optimizer.name": WITH_FOREACH},
-        # The reference steps with the loop on the CPU, so only kernels with the same bits may be
-        # used.
+        # On the CPU the reference steps with the loop, so the kernels must have the same bits.
         "torch's foreach kernels of 'nadam', 'radam' and 'asgd' do not round like the reference's "
         "loop, and 'muon' and 'lamb' have none",
     ),
@@ -291,7 +288,7 @@ APPLIES = (
     Applies(
         "system.divide_by",
         {"system.divide": Except("none")},
-        # With `none`, the sum itself is the gradient.
+        # With `none`, the sum is the gradient.
         "expected a system that divides gradients",
         after="unused",
     ),
@@ -306,7 +303,7 @@ APPLIES = (
     Applies(
         "system.partition",
         {"system.align_elems": (1,), "system.align_bytes": (1,)},
-        # Uneven shards have no padding, and rows and owners fix the other shards' starts.
+        # `uneven` has no padding; with `rows` and `one-owner`, rows and owners fix shards' starts.
         "only partition 'padded' has padding for alignment",
         after="checked",
     ),
@@ -331,7 +328,7 @@ APPLIES = (
     Applies(
         "system.sum_by",
         {"world.order": ("linear",)},
-        # It receives the gradients and adds them itself, so no collective decides the order.
+        # This rank receives all gradients and adds them itself, outside of any collective.
         "the first rank always adds in rank order",
         values=("first-rank",),
     ),
@@ -381,7 +378,7 @@ APPLIES = (
         "system.arena",
         {"system.stage": (2, 3), "system.reduce_buffer_elems": (None,)},
         # ZeRO (arXiv 1910.02054), section 6.3: memory defragmentation, M_D.
-        "only stages 2 and 3 without reduce buffers have whole gradients that come and go",
+        "only stages 2 and 3 without reduce buffers have unsharded gradients that come and go",
         after="unused",
     ),
     Applies(
@@ -421,4 +418,4 @@ APPLIES = (
         after="unused",
     ),
 )
-"""Settings that need others, with their needs."""
+"""Settings that need other settings."""

@@ -1,7 +1,7 @@
-"""Losses that read bare params: under which names, in which steps, on which ranks.
+"""Bare params that losses read: their names, steps and ranks.
 
-A loss is that of one micro-batch on one rank. It gives no gradient to a param that it does not
-read.
+Each micro-batch on each rank has a loss. A param that a loss does not read gets no gradient from
+its backward.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ _NAMES_SHOWN = 12
 
 
 def bare_names(model: ModelSpec) -> tuple[str, ...]:
-    """Return the names of bare params in registration order: `p0`, `p1`, ...; else none."""
+    """Return the names of bare params in registration order: `p0`, `p1`, ..."""
     return tuple(f"p{index}" for index in range(len(model.shapes or ())))
 
 
 def skipped_at(model: ModelSpec, *, step: int) -> frozenset[str]:
-    """Return the names of bare params that no loss reads in a step, because of `model.skip`."""
+    """Return the names of bare params that `model.skip` leaves out of a step's losses."""
     return frozenset(each.param for each in model.skip if each.start <= step < each.stop)
 
 
 def unread_by(model: ModelSpec, *, rank: int, micro: int) -> frozenset[str]:
-    """Return the names of the params that the loss of one micro-batch does not read.
+    """Return the names of the params that a micro-batch's loss does not read.
 
     Args:
         model: Bare params.
-        rank: Rank in its dp-cp group.
+        rank: Group rank in the dp-cp group.
         micro: Micro-batch of the rank in the step, counted from 0.
     """
-    # A `one_rank` entry leaves the param out of the losses of all other ranks and micro-batches.
+    # Losses on all other ranks and micro-batches do not read the param of a `one_rank` entry.
     others = (
         each.param
         for each in model.one_rank
@@ -44,24 +44,24 @@ def unread_by(model: ModelSpec, *, rank: int, micro: int) -> frozenset[str]:
 
 
 def others_run(scenario: Scenario, one: OneRankSpec) -> bool:
-    """Return True if other losses exist besides those of a `model.one_rank` entry.
+    """Return True if some loss does not read the param of a `model.one_rank` entry.
 
     Args:
         scenario: A case, possibly invalid.
         one: The entry.
     """
-    # Of several micro-batches on the same rank, the others do not read the param.
+    # Other micro-batches on the same rank do not read the param.
     is_one_of_many = one.micro_batch is not None and scenario.run.micro_batches > 1
     return is_one_of_many or max(_group_sizes(scenario)) > 1
 
 
 def fitted_one_rank(scenario: Scenario) -> Scenario:
-    """Return the case with ranks and micro-batches of `model.one_rank` clamped to existing ones.
+    """Return the case with ranks and micro-batches in `model.one_rank` clamped to valid indices.
 
     Args:
         scenario: A case, possibly invalid.
     """
-    # The smaller of both worlds, because the entry holds before and after a checkpoint.
+    # By the smaller world, because the entry holds before and after a checkpoint.
     last_rank, last_micro = min(_group_sizes(scenario)) - 1, scenario.run.micro_batches - 1
     fitted = tuple(
         replace(
@@ -77,12 +77,12 @@ def fitted_one_rank(scenario: Scenario) -> Scenario:
 
 
 def with_others(scenario: Scenario) -> Scenario:
-    """Return the case without entries of `model.one_rank` that cover every loss.
+    """Return the case without `model.one_rank` entries that cover every loss.
 
     Args:
         scenario: A case, possibly invalid.
     """
-    # With one micro-batch, `micro_batch` selects nothing, so an entry without it means the same.
+    # With a single micro-batch, `micro_batch` changes nothing.
     several = scenario.run.micro_batches > 1
     kept = tuple(
         each if several else replace(each, micro_batch=None)
@@ -93,9 +93,9 @@ def with_others(scenario: Scenario) -> Scenario:
 
 
 def _group_sizes(scenario: Scenario) -> tuple[int, ...]:
-    """Return the number of ranks in a dp-cp group, before and after a checkpoint."""
+    """Return the size of a dp-cp group, before and after a checkpoint."""
     topology, after = scenario.topology, scenario.reload
-    # The case may be invalid, so avoid a division by zero; the range check reports it.
+    # Avoid a division by zero, because the case may be invalid. The range check reports it.
     parts = max(1, topology.tp) * max(1, topology.pp)
     size = scenario.world.size
     sizes = (size, size if after is None else after.world_size or size)
@@ -103,22 +103,22 @@ def _group_sizes(scenario: Scenario) -> tuple[int, ...]:
 
 
 def check_readers(scenario: Scenario) -> Iterator[Problem]:
-    """Check that each field names a bare param once, and that every loss reads some param."""
+    """Check that each field names a bare param once, and that every loss reads a param."""
     model = scenario.model
     names = bare_names(model)
-    # Other models with these fields are reported by `applies`, missing shapes by `rules`.
+    # `applies` reports other models with these fields, `rules` reports missing shapes.
     if model.name != "params" or not names:
         return
     fields = {
         "tied": model.tied,
         "unused": model.unused,
-        # A param may be skipped for several spans, so repetitions are allowed.
+        # A param may have several spans, so repetitions are allowed.
         "skip": tuple(dict.fromkeys(each.param for each in model.skip)),
         "one_rank": tuple(each.param for each in model.one_rank),
     }
     for field, said in fields.items():
         for index, name in enumerate(said):
-            # `skip` and `one_rank` are tables with a `param`; the others are lists of names.
+            # Entries of `skip` and `one_rank` are tables with a `param`; others are names.
             place = ".param" if field in ("skip", "one_rank") else ""
             yield from _one_name(f"model.{field}[{index}]{place}", name, said[:index], names)
     for index, name in enumerate(model.unused):
@@ -128,14 +128,14 @@ def check_readers(scenario: Scenario) -> Iterator[Problem]:
                     path=f"model.unused[{index}]",
                     message="expected a param that no loss reads, got "
                     f"{describe_value(name)}, which is also in model.{field}.",
-                    suggestion="Name it in one of the two.",
+                    suggestion="Remove it from either field.",
                 )
     # Autograd raises if no input of a loss requires a gradient.
     if set(names) <= {*model.unused, *fields["skip"], *fields["one_rank"]}:
         yield Problem(
             path="model.unused" if model.unused else "model.one_rank",
             message="expected a param that every loss reads, because each needs a backward, got "
-            f"{', '.join(names[:_NAMES_SHOWN])} all unused, skipped or read by one rank alone.",
+            f"{', '.join(names[:_NAMES_SHOWN])} all unused, skipped or read by a single rank.",
             suggestion="Remove one of them there, or add a shape to model.shapes.",
         )
 
@@ -160,9 +160,9 @@ def _one_name(
 
 
 def check_one_rank(scenario: Scenario) -> Iterator[Problem]:
-    """Check that each entry of `model.one_rank` has an existing loss, and that others exist."""
+    """Check that some loss reads the param of each `model.one_rank` entry, and another does not."""
     run, sizes = scenario.run, _group_sizes(scenario)
-    # A count below 1 is reported as such; every index would be wrong with it.
+    # Range checks report a count below 1, with which every index would be wrong.
     if min(*sizes, run.micro_batches) < 1:
         return
     for index, one in enumerate(scenario.model.one_rank):
@@ -190,6 +190,6 @@ def check_one_rank(scenario: Scenario) -> Iterator[Problem]:
             yield Problem(
                 path=path,
                 message="expected another rank or micro-batch, whose loss does not read "
-                f"{describe_value(one.param)}, got a dp-cp group of one rank.",
+                f"{describe_value(one.param)}, got a dp-cp group with a single rank.",
                 suggestion="Leave it out, or write world.size = 2.",
             )

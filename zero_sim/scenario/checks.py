@@ -47,7 +47,7 @@ class Check(StrEnum):
     WORLD_HUNG = "world.hung"
     # A real backend that does not add in its modelled order.
     BACKEND_ORDER_DRIFT = "backend.order-drift"
-    # Expectations that the scenario states itself.
+    # Expectations in the scenario's `expect`.
     EXPECT_ACCURACY = "expect.accuracy"
     EXPECT_FINDING = "expect.finding"
     # Passes that prove nothing, so the verdict is not a pass.
@@ -60,7 +60,7 @@ class Check(StrEnum):
     GUARD_NORM_NOT_CERTIFIED = "guard.norm-not-certified"
     GUARD_FAULT_UNNOTICED = "guard.fault-unnoticed"
     GUARD_FAULT_NOT_REACHED = "guard.fault-not-reached"
-    # Failures of zero_sim, which say nothing about the system.
+    # Failures of zero_sim itself, not of the system.
     INTERNAL_JUDGE = "internal.judge"
     INTERNAL_ERROR = "internal.error"
     INTERNAL_PROCESS_DIED = "internal.process-died"

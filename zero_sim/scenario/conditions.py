@@ -1,7 +1,7 @@
-"""Conditions on values of several fields of a scenario.
+"""Conditions on values of several fields.
 
 A row contains the fields that it reads, and the problem to report if it is broken. Settings that
-need others are in `zero_sim.scenario.applies`.
+need other settings are in `zero_sim.scenario.applies`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from zero_sim.scenario.kinds import WHOLE_PARAM_OPTIMIZERS
 from zero_sim.scenario.spec import Scenario, TopologySpec
 from zero_sim.scenario.tp_block import HEAD_ELEMS, SHARED, is_exact, is_tp_block, splits_heads
 
-# Sorted, to compare with the sorted axes in `topology.order`.
+# Sorted, for comparison with the sorted axes in `topology.order`.
 _AXES = ["cp", "dp", "pp", "tp"]
 _LOSS_SCALE_MAX = 2.0**64
 _UNITS = {"bf16": 2**8, "fp16": 2**11}
-"""Number of units that a 16-bit dtype adds exactly. Each rank and micro-batch needs one."""
+"""Units that a 16-bit dtype adds exactly. Each micro-batch on each rank adds one unit."""
 UNBOUNDED_MODELS = ("moe", "fp8")
 
 
@@ -37,16 +37,16 @@ class Condition:
     """A combination of values that is refused."""
 
     reads: tuple[str, ...]
-    """Fields that the condition depends on. The problem is reported at the first."""
+    """Paths of all fields that the condition depends on. The first is blamed for the problem."""
     broken: Callable[[Scenario], bool]
     message: str
-    """Expected values; `{got}` is replaced by the value of the first field."""
+    """Expected values. `{got}` is replaced by the first field's value."""
     suggestion: str
     holds_after: bool = False
     """True if the case after its checkpoint is also checked."""
 
     def check(self, scenario: Scenario) -> Iterator[Problem]:
-        """Yield the problem, if the condition is broken."""
+        """Yield a problem if the condition is broken."""
         if self.broken(scenario):
             value = describe_value(attrgetter(self.reads[0])(scenario))
             yield Problem(
@@ -57,14 +57,14 @@ class Condition:
 
 
 def _power_of_two(value: float) -> bool:
-    # frexp returns a mantissa in [0.5, 1): exactly 0.5 for powers of two.
+    # The mantissa of frexp is in [0.5, 1), and exactly 0.5 for powers of two.
     return 1 <= value <= _LOSS_SCALE_MAX and math.frexp(value)[0] == 0.5
 
 
 def _parts(scenario: Scenario) -> int:
     """Return the number of dp-cp groups. Each trains its own params."""
-    # TP and PP ranks train different params, CP ranks the same as DP ranks. At least 1, because an
-    # invalid case must not raise.
+    # Not cp, because CP ranks train the same params as DP ranks. At least 1, because an invalid
+    # case must not raise.
     return max(scenario.topology.tp, 1) * max(scenario.topology.pp, 1)
 
 
@@ -90,7 +90,7 @@ def _reload_splits(scenario: Scenario) -> bool:
 def _some_rank_has_data(scenario: Scenario) -> bool:
     """Return True if some rank has data in every micro-batch of every step."""
     run = scenario.run
-    # The counts repeat, so a full cycle of steps and of ranks covers all cases.
+    # Counts repeat, so a full cycle over steps and ranks suffices.
     steps = range(min(run.steps, len(run.own_micro_batches)))
     ranks = range(min(_dp_cp_size(scenario), len(run.own_micro_batches)))
     return all(
@@ -101,9 +101,9 @@ def _some_rank_has_data(scenario: Scenario) -> bool:
 
 
 def _nan_has_data(scenario: Scenario) -> bool:
-    """Return True if the rank of `data.nan` has the micro-batch that contains the NaN."""
+    """Return True if the rank in `data.nan` has data for that micro-batch."""
     nan, topology = scenario.data.nan, scenario.topology
-    # Without the field, every rank has data.
+    # Without the field, every rank has data in every micro-batch.
     if nan is None or not scenario.run.own_micro_batches:
         return True
     size = world_size_at(scenario, step=nan.step)
@@ -115,7 +115,7 @@ def _nan_has_data(scenario: Scenario) -> bool:
 
 
 def _splits(topology: TopologySpec, world_size: int) -> bool:
-    """Return True if a world of this size can be numbered along the axes."""
+    """Return True if the axes are valid and their sizes divide the world."""
     sizes = (topology.tp, topology.cp, topology.pp)
     in_axes = sorted(topology.order.split("-")) == _AXES
     return in_axes and min(sizes) >= 1 and world_size % math.prod(sizes) == 0
@@ -124,8 +124,7 @@ def _splits(topology: TopologySpec, world_size: int) -> bool:
 def _averages_once(scenario: Scenario) -> bool:
     """Return True if the reduced gradient is the mean over ranks."""
     data, system = scenario.data, scenario.system
-    # A loss divided by the number of ranks makes their sum a mean, without any division of
-    # gradients.
+    # If each loss is divided by the number of ranks, the sum of gradients is a mean already.
     means = data.loss == "mean" and system.divide != "none" and system.divide_by == "ranks"
     return means or (data.loss == "mean-of-ranks" and system.divide == "none")
 
@@ -146,14 +145,14 @@ CONDITIONS = (
     Condition(
         reads=("expect.one_device", "data.loss", "system"),
         broken=lambda s: s.expect.one_device and not _averages_once(s),
-        message="expect.one_device needs gradients that are averaged over the ranks, got {got}.",
+        message="expect.one_device needs gradients averaged over the ranks, got {got}.",
         suggestion='Try either divide_by = "ranks" or data.loss = "mean-of-ranks" with '
         'divide = "none".',
     ),
     Condition(
         reads=("model.name", "model.dtype", "world.size", "run.micro_batches"),
         broken=lambda s: (
-            # Gradients are whole numbers of units. Sums beyond the significand would be rounded.
+            # Gradients are integer multiples of a unit. Sums beyond the significand are rounded.
             s.model.name == "bit-hash"
             and s.world.size * s.run.micro_batches > _UNITS.get(s.model.dtype, 2**24)
         ),
@@ -205,7 +204,7 @@ CONDITIONS = (
         broken=lambda s: (
             s.model.name == "moe" and s.topology.ep >= 1 and s.model.experts % s.topology.ep != 0
         ),
-        message="expected a multiple of topology.ep, so that ranks have equally many, got {got}.",
+        message="expected a multiple of topology.ep, for equally many on each rank, got {got}.",
         suggestion="Try topology.ep times 2.",
     ),
     Condition(
@@ -228,14 +227,14 @@ CONDITIONS = (
     ),
     Condition(
         reads=("faults", "reload"),
-        # The same call index would mean two calls.
+        # A call index would mean one call in each world.
         broken=lambda s: bool(s.faults) and s.reload is not None,
-        message="faults count the calls of one world, but a reload makes two worlds.",
+        message="faults count the calls in one world, but a reload has two worlds.",
         suggestion="Leave either out.",
     ),
     Condition(
         reads=("system.partition", "system.bucket_elems"),
-        # As FSDP2's sharding on dim 0: every param by itself.
+        # As in FSDP2, which shards each param by itself on dim 0.
         broken=lambda s: s.system.partition == "rows" and s.system.bucket_elems != 1,
         message="expected a bucket for each param, because partition 'rows' cuts between rows, "
         "got {got} with larger buckets.",
@@ -258,12 +257,12 @@ CONDITIONS = (
         broken=lambda s: not _some_rank_has_data(s),
         message="expected some rank of each dp-cp group to have data for all of run.micro_batches "
         "in every step, and none for more, got {got}.",
-        suggestion="Try as many entries as there are ranks, run.micro_batches among them.",
+        suggestion="Try one entry per rank, run.micro_batches among them.",
         holds_after=True,
     ),
     Condition(
         reads=("run.own_micro_batches", "system.stage"),
-        # A rank learns the order of gathers from its own forwards and backwards.
+        # A rank learns the gather order from its own forward and backward passes.
         broken=lambda s: s.system.stage == 3 and 0 in s.run.own_micro_batches,
         message="at stage 3 a joining rank gathers params in the order of its last micro-batch, "
         "so it needs data for at least one, got {got}.",
@@ -282,8 +281,8 @@ CONDITIONS = (
     Condition(
         reads=("model.recompute", "run.own_micro_batches", "system.stage"),
         broken=lambda s: (
-            # Joining follows the gathers of a plain forward and backward; recomputed blocks gather
-            # once more.
+            # A joining rank repeats the gathers of a plain forward and backward, but recomputed
+            # blocks gather once more.
             s.model.recompute != "none" and s.system.stage == 3 and bool(s.run.own_micro_batches)
         ),
         message="at stage 3 a joining rank gathers params in the order of a forward and backward "
@@ -306,7 +305,7 @@ CONDITIONS = (
     ),
     Condition(
         reads=("reload.weights_only", "reload.lost_steps"),
-        # The reference starts with new optimizer state; the engine keeps that of the lost steps.
+        # The reference starts with new optimizer state; the engine would keep the old state.
         broken=lambda s: s.reload is not None and s.reload.weights_only and s.reload.lost_steps > 0,
         message="loading weights only keeps the engine's optimizer state, which lost steps have "
         "made useless, got {got} with reload.lost_steps.",
@@ -315,10 +314,10 @@ CONDITIONS = (
     Condition(
         reads=("reload.lost_micro_batches", "run.micro_batches"),
         broken=lambda s: s.reload is not None and s.reload.lost_micro_batches > s.run.micro_batches,
-        message="expected at most the run.micro_batches of one step, got {got}.",
+        message="expected at most run.micro_batches, got {got}.",
         suggestion="Write 1.",
     ),
-    # Elsewhere `applies` refuses an arena beside reduce buffers.
+    # Without a reload to stage 3, `applies` refuses an arena beside reduce buffers.
     Condition(
         reads=("system.arena", "system.reduce_buffer_elems", "reload.stage"),
         broken=lambda s: (
@@ -327,8 +326,8 @@ CONDITIONS = (
             and s.reload is not None
             and s.reload.stage == 3
         ),
-        message="an arena is for whole gradients that come and go bucket by bucket, got {got} with "
-        "system.reduce_buffer_elems, which has other buffers.",
+        message="an arena is for unsharded gradients that come and go bucket by bucket, got {got} "
+        "with system.reduce_buffer_elems, which has its own buffers.",
         suggestion="Leave either out.",
     ),
     Condition(
@@ -352,7 +351,7 @@ CONDITIONS = (
     ),
     Condition(
         reads=("model.hidden", "model.name", "model.dtype", "data.rows", "data.uneven_rows"),
-        # See `terms_max` for the longest sums.
+        # `terms_max` counts the longest sums.
         broken=lambda s: is_tp_block(s) and s.model.hidden > 0 and not is_exact(s),
         message="expected 3 x hidden and 4 x rows of at most 256 in bf16, 2,048 in fp16, so that "
         "no sum of a layer is rounded and a split sum has the bits of the whole, got {got}.",
@@ -368,8 +367,8 @@ CONDITIONS = (
     Condition(
         reads=("world.order", "model.name", "topology.tp"),
         broken=lambda s: _is_split(s) and s.world.order not in ("linear", "linear-fp32"),
-        message="expected an order that does not depend on an element's position, because one "
-        "device does not know positions on other ranks, got {got}.",
+        message="expected an order that does not depend on an element's position, because a single "
+        "device does not know positions on the ranks, got {got}.",
         suggestion='Write order = "linear".',
     ),
     Condition(
@@ -383,7 +382,7 @@ CONDITIONS = (
 
 
 def why_order_matters(scenario: Scenario) -> str:
-    """Return the feature that can be judged only if the order of addition is known; else empty."""
+    """Return the feature that needs a known order of addition; empty if there is none."""
     if scenario.reload is not None:
         return "a reload"
     if scenario.model.name in UNBOUNDED_MODELS:
@@ -394,7 +393,7 @@ def why_order_matters(scenario: Scenario) -> str:
 
 
 def check_order_known(scenario: Scenario) -> Iterator[Problem]:
-    """Check that a case with an unknown order can be judged by bounds."""
+    """Check that bounds can judge a case with an unknown order."""
     why = why_order_matters(scenario)
     if why and not scenario.world.order_known:
         yield Problem(

@@ -1,7 +1,7 @@
-"""Estimates of a case's cost, so that a slip does not take all memory, or hours.
+"""Estimates of a case's memory and time, so that a slip takes neither all memory nor hours.
 
-They count the growing quantities: elements on all ranks, and passes of a rank through its params. A
-case within the limits runs in minutes on a laptop. A larger one should be several cases.
+They count elements on all ranks, and passes through the params. A case within these limits runs in
+minutes on a laptop. Split a larger case into several.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from zero_sim.errors import Problem
 from zero_sim.scenario.spec import ModelSpec, Scenario
 
 WORLD_ELEMS_MAX = 2**30
-"""Elements of params, padding and activations on all ranks together, at about a dozen bytes
-each."""
+"""Most elements on all ranks together: params, padding and activations. An element takes about a
+dozen bytes."""
 WORK_MAX = 10**11
-"""Elements that all ranks process in all steps together; see `_work`."""
+"""Most elements that all ranks process in all steps; see `_work`."""
 
 _PARAM_WORK = 10**4
-"""Fixed cost of a param on a rank in a step, in elements."""
+"""Fixed cost per param, rank and micro-batch, in elements."""
 _PASS_WORK = 10**5
-"""Fixed cost of a micro-batch on a rank, in elements."""
+"""Fixed cost per rank and micro-batch, in elements."""
 _TABLES = 4
-"""Flat buffers of a model, at most: two kinds times two dtypes."""
+"""Most flat buffers in a model: two kinds times two dtypes."""
 
 
 def check_costs(scenario: Scenario) -> Iterator[Problem]:
-    """Check the total cost of a case whose fields are each in range."""
+    """Check the total cost of a case whose fields are in range."""
     elems = _world_elems(scenario)
     if elems > WORLD_ELEMS_MAX:
         yield Problem(
@@ -35,7 +35,7 @@ def check_costs(scenario: Scenario) -> Iterator[Problem]:
             message=f"expected at most {WORLD_ELEMS_MAX:,} elements on all ranks together, with "
             f"padding and activations, got {elems:,}.",
             suggestion="Try fewer ranks, smaller params, or less alignment: a few elements are "
-            "enough to find faults of a layout.",
+            "enough to find faults in a layout.",
         )
     work = _work(scenario)
     if work > WORK_MAX:
@@ -56,26 +56,25 @@ def _world_elems(scenario: Scenario) -> int:
 
 def _work(scenario: Scenario) -> int:
     elems, params = _model_size(scenario.model)
-    # The loss of bare params reads each element once; other models read weights once a row.
+    # The loss of bare params reads each element once; other models read weights once per row.
     rows = 1 if scenario.model.shapes is not None else 1 + _rows(scenario)
     # Elements in all forwards: rank x step x micro-batch x (elements x rows + fixed costs).
     steps, after = scenario.run.steps, scenario.reload
     if after is not None:
-        # Steps during an asynchronous save and lost steps are trained in addition; 1 for an
-        # unfinished step.
+        # Additional steps: during an asynchronous save, lost ones, and one unfinished step.
         steps += after.async_steps + after.lost_steps + 1
     passes = _ranks(scenario) * steps * scenario.run.micro_batches
     return passes * (elems * rows + params * _PARAM_WORK + _PASS_WORK)
 
 
 def _ranks(scenario: Scenario) -> int:
-    # The largest of all worlds, because memory is needed for each in turn.
+    # The largest world, because worlds run in turn and never use memory at the same time.
     others = (each.world_size or 0 for each in (scenario.reload, scenario.pair) if each is not None)
     return max((scenario.world.size, *others))
 
 
 def _rows(scenario: Scenario) -> int:
-    # Uneven ranks have up to 2 more rows.
+    # With `uneven_rows`, a rank has up to 2 more rows.
     return scenario.data.rows + 2 * scenario.data.uneven_rows
 
 
@@ -87,13 +86,13 @@ def _bucket_sizes(scenario: Scenario) -> Iterator[int | None]:
 
 
 def _padding(scenario: Scenario, *, bucket_elems: int | None) -> int:
-    """Return the most elements that the alignment of shards adds on one rank."""
+    """Return an upper bound of the elements that alignment adds on one rank."""
     elems, params = _model_size(scenario.model)
-    # Both alignments hold at once; a byte counts as an element, to be on the safe side.
+    # Both alignments hold at once. A byte counts as an element, which can only overestimate.
     multiple = math.lcm(scenario.system.align_elems, scenario.system.align_bytes)
     buckets = _TABLES
     if bucket_elems is not None:
-        # A bucket closes at a param's end, so there is at most one per param.
+        # A bucket closes at a param's end, so a param closes at most one bucket.
         buckets += min(params, elems // bucket_elems)
     return buckets * _ranks(scenario) * multiple
 
@@ -102,7 +101,7 @@ def _activation_elems(scenario: Scenario) -> int:
     if scenario.model.shapes is not None:
         return 0
     model = scenario.model
-    # Activations between layers as multiples of hidden, rounded up.
+    # Activations between layers, as multiples of rows x hidden, rounded up.
     layers = {
         "mlp": 6 * model.blocks,
         "fp8": 6 * model.blocks,
@@ -114,11 +113,11 @@ def _activation_elems(scenario: Scenario) -> int:
 
 
 def _model_size(model: ModelSpec) -> tuple[int, int]:
-    """Return the numbers of elements and of params, rounded up."""
+    """Return the numbers of elements and params, rounded up."""
     h = model.hidden
     match model.name:
         case "mlp" | "fp8":
-            # Weights of hidden x 4 hidden in both directions, and their biases.
+            # Two weights, hidden x 4 hidden and its transpose, and their biases.
             return model.blocks * (8 * h * h + 5 * h), 4 * model.blocks
         case "moe":
             layers = model.experts + 2

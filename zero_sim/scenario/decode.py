@@ -1,6 +1,6 @@
-"""Decoding of a parsed TOML table into a `Scenario`, with all of its problems at once.
+"""Decoding of a parsed TOML table into a `Scenario`, with all its problems at once.
 
-This is the only module here that imports pydantic. Pydantic finds the invalid fields; messages and
+Only this module of the package imports pydantic. Pydantic finds invalid fields; messages and
 suggestions are our own.
 """
 
@@ -32,12 +32,12 @@ from zero_sim.scenario.rules import check_scenario
 from zero_sim.scenario.spec import Scenario
 
 HALVES = "halves"
-"""Our kind of problem for a string with a lone surrogate, which no encoding can contain."""
+"""Our kind of problem for strings with lone surrogates, which cannot be encoded."""
 UNKNOWN = "unexpected_keyword_argument"
-"""Pydantic's kind of problem for an unknown field."""
+"""Pydantic's kind of problem for unknown fields."""
 
 PROBLEMS_MAX = 100
-"""Largest number of problems listed. A file with more is probably no scenario."""
+"""Most problems listed. A file with more is probably no scenario."""
 
 _REQUIRED: dict[str, object] = {
     "schema": 1,
@@ -46,17 +46,17 @@ _REQUIRED: dict[str, object] = {
     "data.nan.step": 0,
     "data.nan.rank": 0,
 }
-"""Stand-ins for fields without a default, used only to look for further problems."""
+"""Replacements for fields without a default, used only to find further problems."""
 
 
 @functools.cache
 def adapter() -> TypeAdapter[Scenario]:
-    """Return the validator, built once because building it takes longer than a small case."""
+    """Return the validator. It is cached because building it takes longer than a small case."""
     return TypeAdapter(Scenario)
 
 
 def decode(raw: dict[str, object]) -> tuple[Scenario | None, list[Problem]]:
-    """Decode one case from a parsed table.
+    """Decode a case from a parsed table.
 
     Args:
         raw: Result of `tomllib`, without the matrix.
@@ -65,7 +65,7 @@ def decode(raw: dict[str, object]) -> tuple[Scenario | None, list[Problem]]:
         The scenario and no problems, or None and at least one problem.
     """
     unfit = {**dict(_unfit_values(raw, ())), **dict(_halves(raw, ()))}
-    # First pass: every field with a wrong type, or unknown.
+    # First pass: find unknown fields and wrong types.
     scenario, faults = _validate(_repaired(raw, unfit))
     faults = {**unfit, **faults}
     listed = itertools.islice(faults.items(), PROBLEMS_MAX)
@@ -74,8 +74,7 @@ def decode(raw: dict[str, object]) -> tuple[Scenario | None, list[Problem]]:
         more = f"{len(faults) - PROBLEMS_MAX:,} more fields are unknown or of another type."
         return None, [*problems, Problem(path="", message=more, suggestion="Is it a scenario?")]
     if faults:
-        # Second pass: with invalid fields replaced, so that rules over the other fields are checked
-        # too.
+        # Second pass: replace invalid fields, so that rules over the other fields are checked too.
         scenario, _ = _validate(_repaired(raw, faults))
     if scenario is not None:
         problems.extend(check_scenario(scenario, known_bad=_known_bad(faults, raw)))
@@ -83,23 +82,23 @@ def decode(raw: dict[str, object]) -> tuple[Scenario | None, list[Problem]]:
 
 
 def _validate(raw: dict[str, object]) -> tuple[Scenario | None, dict[Loc, str]]:
-    # JSON mode because strict Python mode would refuse lists for tuples and tables for records.
+    # In JSON mode, because strict Python mode refuses lists for tuples and dicts for records.
     try:
         return adapter().validate_json(json.dumps(raw, default=str), strict=True), {}
     except ValidationError as error:
         faults: dict[Loc, str] = {}
         for detail in error.errors(include_url=False, include_context=False, include_input=False):
             loc, kind = detail["loc"], detail["type"]
-            # Pydantic reports the missing item of a short tuple; report the tuple.
+            # Pydantic reports the missing item in a short tuple; report the tuple instead.
             if kind == "missing" and isinstance(loc[-1], int):
                 loc, kind = loc[:-1], "too_short"
-            # Each member of a union reports an error at the same place; the first is enough.
+            # All members of a union report errors at the same place; the first is enough.
             faults.setdefault(loc, kind)
         return None, faults
 
 
 def _unfit_values(value: object, loc: Loc) -> Iterator[tuple[Loc, str]]:
-    """Yield places that pydantic would accept or misreport, with their kind of problem."""
+    """Yield locations that pydantic would accept or misreport, with the kind of problem."""
     expected = type_at(loc)
     if isinstance(value, dict):
         if not is_table(expected):
@@ -117,11 +116,11 @@ def _unfit_values(value: object, loc: Loc) -> Iterator[tuple[Loc, str]]:
     elif isinstance(value, datetime.date | datetime.time) or (
         isinstance(value, int) and not -(2**63) <= value < 2**63
     ):
-        # JSON has no dates, and tomllib returns integers longer than TOML's 64 bits.
+        # JSON has no dates, and tomllib also returns integers with more than TOML's 64 bits.
         yield loc, "wrong_type"
     else:
         choices = choices_of(expected)
-        # By type first: `True in (0, 1)` holds, and `True` is no stage.
+        # By type, because `True in (0, 1)` holds, but `True` is no stage.
         is_choice = type(value) in {type(choice) for choice in choices}
         if loc == ("model", "name"):
             is_choice = value in choices or is_own_model(value)
@@ -130,7 +129,7 @@ def _unfit_values(value: object, loc: Loc) -> Iterator[tuple[Loc, str]]:
 
 
 def _halves(value: object, loc: Loc) -> Iterator[tuple[Loc, str]]:
-    """Yield strings with lone surrogates: JSON can contain them, but no file can."""
+    """Yield locations of strings with lone surrogates: valid in JSON, but not in a file."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _halves(item, (*loc, key))
@@ -156,7 +155,7 @@ def _problem(loc: Loc, kind: str, raw: dict[str, object]) -> Problem:
             suggestion=suggest.for_missing(path),
         )
     value = _value_at(raw, loc)
-    # Another version is no typing mistake, so it has its own remedy.
+    # Another version is not a typing mistake, so it gets its own remedy.
     if path == "schema" and type(value) is int:
         return Problem(
             path=path,
@@ -169,7 +168,7 @@ def _problem(loc: Loc, kind: str, raw: dict[str, object]) -> Problem:
     else:
         wanted = describe_type(expected)
     if isinstance(value, int) and expected is int and not isinstance(value, bool):
-        # The right type, so only the size can be wrong.
+        # The type is right, so only the size can be wrong.
         wanted = "an integer of at most 64 bits"
     return Problem(
         path=path,
@@ -193,7 +192,7 @@ def _is_given(raw: object, path: str) -> bool:
 
 
 def _field_loc(loc: Loc) -> tuple[str, ...]:
-    """Return the place of the field at `loc`, because an array is removed as a whole."""
+    """Return the location without indices, because an array is removed as a whole."""
     names: list[str] = []
     for part in loc:
         if isinstance(part, int):
@@ -213,7 +212,7 @@ def _repaired(raw: dict[str, object], faults: dict[Loc, str]) -> dict[str, objec
             table = table.get(name) if isinstance(table, dict) else None
         if not isinstance(table, dict):
             continue
-        # Without the field, its default is used.
+        # Removed, so that its default is used.
         table.pop(names[-1], None)
         path = path_of(names)
         if path in _REQUIRED:
@@ -224,7 +223,7 @@ def _repaired(raw: dict[str, object], faults: dict[Loc, str]) -> dict[str, objec
 def _known_bad(faults: dict[Loc, str], raw: dict[str, object]) -> set[str]:
     bad = {path_of(_field_loc(loc)) for loc in faults}
     for loc, kind in faults.items():
-        # `shape = [...]` is one mistake, not two: `shapes` is not reported as missing as well.
+        # `shape = [...]` is a single mistake: do not report `shapes` as missing as well.
         meant = suggest.meant_path(loc) if kind == UNKNOWN else None
         if meant and not _is_given(raw, meant):
             bad.add(meant)

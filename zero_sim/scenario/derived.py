@@ -1,4 +1,4 @@
-"""Values derived from the settings of a case: overlap, micro-batches of a rank, group ranks."""
+"""Values derived from a case's settings: overlap, micro-batches of a rank, group ranks."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from zero_sim.scenario.spec import OptionSpec, RunSpec, Scenario, SystemSpec, To
 
 
 def overlaps_grads(system: SystemSpec) -> bool:
-    """Return True if gradients are reduced during backward; by default if buckets are cut."""
+    """Return True if gradients are reduced during backward; by default if there are buckets."""
     return _has_buckets(system) if system.overlap_grads is None else system.overlap_grads
 
 
 def overlaps_params(system: SystemSpec) -> bool:
-    """Return True if params are gathered during forward; by default if buckets are cut."""
+    """Return True if params are gathered during forward; by default if there are buckets."""
     if system.overlap_params is None:
-        # At stage 3, params are gathered when they are used, and stage 0 gathers none. Chunks use
-        # the same memory in turn, so a forward cannot overlap them.
+        # Stage 0 gathers no params, and stage 3 gathers them when they are used. Chunks use the
+        # same memory in turn, so a forward cannot overlap them.
         in_chunks = system.gather_chunk_elems is not None
         return _has_buckets(system) and system.stage in (1, 2) and not in_chunks
     return system.overlap_params
 
 
 def _has_buckets(system: SystemSpec) -> bool:
-    # With one bucket per buffer there is almost nothing to overlap, and hooks only cost time.
+    # With one bucket per buffer, there is almost nothing to overlap, and hooks only cost time.
     return system.bucket_elems is not None
 
 
 def own_micro_batches(run: RunSpec, *, step: int, rank: int) -> int:
-    """Return the number of micro-batches that a rank has data for; it joins the later ones.
+    """Return the number of micro-batches with data on a rank, which joins the rest.
 
     Args:
         run: The case's `run` table.
         step: Optimizer step, counted from 0.
-        rank: Rank in its dp-cp group.
+        rank: Group rank in the dp-cp group.
     """
-    # The counts shift by one rank each step, so every rank joins at some time.
+    # Counts shift by one rank each step, so that every rank joins at some time.
     counts = run.own_micro_batches
     return counts[(rank + step) % len(counts)] if counts else run.micro_batches
 
@@ -50,14 +50,14 @@ def world_size_at(scenario: Scenario, *, step: int) -> int:
         step: Optimizer step, counted from 0.
     """
     reload = scenario.reload
-    # The first step after the checkpoint is reload.step.
+    # reload.step is the first step after the checkpoint.
     if reload is None or reload.world_size is None or step < reload.step:
         return scenario.world.size
     return reload.world_size
 
 
 def place_in_group(rank: int, *, topology: TopologySpec, world_size: int) -> int:
-    """Return the group rank in a dp-cp group: the number of lower ranks that train the same params.
+    """Return a rank's group rank: the number of lower ranks in its dp-cp group.
 
     Args:
         rank: World rank.
@@ -76,34 +76,33 @@ def place_in_group(rank: int, *, topology: TopologySpec, world_size: int) -> int
 
 
 def counts_over_ranks(scenario: Scenario) -> bool:
-    """Return True if the divisor of gradients is known only after ranks have exchanged counts."""
+    """Return True if ranks must exchange counts to know the gradients' divisor."""
     by = scenario.system.divide_by
-    # Rows may differ between ranks and steps; numbers of micro-batches only with the field.
+    # Rows may always differ between ranks; micro-batches differ only with the field.
     return by == "tokens" or (by == "micro-batches" and bool(scenario.run.own_micro_batches))
 
 
 def limits_of_joins(scenario: Scenario) -> tuple[int, int]:
-    """Return the most entries of `run.own_micro_batches`, and the least value of an entry.
+    """Return the most entries of `run.own_micro_batches`, and the least valid entry.
 
     Args:
-        scenario: A case, valid except for this field. If it reloads, both worlds are considered.
+        scenario: A case, valid except for this field.
     """
     reload, system = scenario.reload, scenario.system
     sizes, stages = [scenario.world.size], [system.stage]
     if reload is not None:
-        # Both worlds, because the field holds before and after the checkpoint.
+        # Consider both worlds, because the field holds before and after the checkpoint.
         sizes += [reload.world_size or scenario.world.size]
         stages += [system.stage if reload.stage is None else reload.stage]
-    # With at most as many entries as ranks, some rank has each entry in every step.
+    # With at most one entry per rank, each entry belongs to some rank in every step.
     fewest = min(sizes) // (scenario.topology.tp * scenario.topology.pp)
     nan = scenario.data.nan
-    # At stage 3 a joining rank needs a micro-batch of its own first; the NaN's micro-batch needs
-    # data.
+    # At stage 3, a joining rank first needs a micro-batch with data. The NaN needs data, too.
     return fewest, max(int(3 in stages), 0 if nan is None else nan.micro_batch + 1)
 
 
 def with_options(scenario: Scenario, option_values: Mapping[str, str]) -> Scenario:
-    """Return the case with some of the target's options replaced.
+    """Return the case with some options of its target replaced.
 
     Args:
         scenario: Any case.

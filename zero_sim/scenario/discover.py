@@ -1,11 +1,11 @@
-"""Discovery of cases by paths from the command line, selected by a `-k` expression as in pytest.
+"""Discovery of cases by path, and selection by a `-k` expression as in pytest.
 
     expression = conjunction ("or" conjunction)*
     conjunction = negation ("and" negation)*
     negation = "not" negation | "(" expression ")" | word
 
-A word matches every id that contains it, ignoring case. Quote a word that contains blanks or
-brackets, or that is the name of an operator.
+A word matches every id that contains it, ignoring case. Quote a word with blanks or brackets, or
+one that is an operator's name.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _OPERATORS = ("and", "or", "not", "(", ")")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One case and its file."""
+    """A case and its file."""
 
     id: str
     """Unique among all cases found; equals the scenario's `name`."""
     file_id: str
-    """The case's id within its file alone."""
+    """Id within the file, without a prefix."""
     scenario: Scenario
     source: Path
 
@@ -52,19 +52,19 @@ class Discovery:
     passed_over_count: int
     """Number of cases that the expression did not select."""
     errors: tuple[ScenarioError, ...]
-    """One error for each invalid file. Cases of valid files are in `cases`."""
+    """One error per invalid file. `cases` still has the cases of valid files."""
 
 
 def discover(paths: Iterable[str | Path], *, expression: str = "") -> Discovery:
     """Load every scenario under some paths.
 
     Args:
-        paths: Files, or folders that are searched to any depth for `*.toml`, sorted by path. Hidden
-            files and folders and `pyproject.toml` are skipped.
+        paths: Files, or folders to search for `*.toml` at any depth, in sorted order. Hidden files
+            and folders and `pyproject.toml` are skipped.
         expression: A `-k` expression over case ids; blank selects all.
 
     Returns:
-        The selected cases in order, each file once, and an error for each file that cannot be read.
+        The selected cases in order, each file once, and an error for each invalid file.
 
     Raises:
         UsageError: The expression is malformed.
@@ -76,7 +76,7 @@ def discover(paths: Iterable[str | Path], *, expression: str = "") -> Discovery:
         try:
             scenarios = load_cases(path)
         except ScenarioError as error:
-            # One invalid file must not hide the cases of the others.
+            # An invalid file must not hide cases in other files.
             errors.append(error)
             continue
         cases.extend(
@@ -94,7 +94,7 @@ def _files(paths: Iterable[str | Path], errors: list[ScenarioError]) -> list[Pat
     found: dict[str, Path] = {}
     for given in paths:
         path = Path(given)
-        # A path that does not exist is kept, so that loading reports it.
+        # Keep a path that does not exist, so that loading reports it.
         inside = _search(path, errors) if os.path.isdir(path) else [path]
         if not inside:
             problem = Problem(
@@ -104,8 +104,8 @@ def _files(paths: Iterable[str | Path], errors: list[ScenarioError]) -> list[Pat
             )
             errors.append(ScenarioError(str(path), [problem]))
         for file in inside:
-            # Resolve the folder but not the file: a link to a scenario is refused, but must not
-            # hide the scenario itself, given by another path.
+            # Resolve the folder but not the file: a link to a scenario is refused, and must not
+            # hide the scenario itself, if another path names it.
             found.setdefault(os.path.join(os.path.realpath(file.parent), file.name), file)
     return list(found.values())
 
@@ -133,8 +133,8 @@ def _search(folder: Path, errors: list[ScenarioError]) -> list[Path]:
 
 
 def _with_unique_ids(cases: Sequence[Case]) -> list[Case]:
-    """Prefix ids that files share with the folder's name, or with the whole path if needed."""
-    # The shortest prefix that makes ids unique; paths are unique by themselves.
+    """Prefix repeated ids with the folder's name, or with the whole path if needed."""
+    # The short prefix first. Ids in a file are unique, so whole paths always suffice.
     for prefix in (lambda source: source.resolve().parent.name, lambda source: source.as_posix()):
         times = Counter(case.id for case in cases)
         cases = [
@@ -145,7 +145,7 @@ def _with_unique_ids(cases: Sequence[Case]) -> list[Case]:
 
 
 def _renamed(case: Case, case_id: str) -> Case:
-    # Folders can have any name, and any depth.
+    # Folders can have any name and any depth.
     case_id = printable(case_id)[-NAME_CHARS_MAX:]
     scenario = dataclasses.replace(case.scenario, name=case_id)
     return dataclasses.replace(case, id=case_id, scenario=scenario)
@@ -161,7 +161,7 @@ def compile_expression(text: str) -> Matcher:
         A function that returns True for selected ids.
 
     Raises:
-        UsageError: The expression is malformed; the message contains the column.
+        UsageError: The expression is malformed; the message has the column.
     """
     if not text.strip():
         return lambda case_id: True
@@ -208,7 +208,7 @@ class _Parser:
         if token is None:
             raise self._error("expected a word, `not` or `(`", None)
         self._depth += 1
-        # Limit the recursion before Python does.
+        # Limit the depth before Python's recursion limit does.
         if self._depth > 100:
             raise self._error("expected at most 100 levels of `not` and `(`", token)
         try:

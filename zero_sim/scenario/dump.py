@@ -1,4 +1,4 @@
-"""Conversion of a scenario to plain data and to TOML, complete or with non-default fields only."""
+"""Conversion of scenarios to plain data and TOML, with all fields or only non-default fields."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from zero_sim.scenario.spec import Scenario
 
 
 def to_data(scenario: Scenario) -> dict[str, object]:
-    """Return all fields with a value, as tables, lists and plain values for TOML or JSON."""
+    """Return all fields with a value, as data for TOML or JSON."""
     return {
         name: value
         for name, value in _plain(dataclasses.asdict(scenario)).items()
-        # Empty strings are the defaults of these two, and mean nothing in a file.
+        # Empty strings are their defaults, and mean nothing in a file.
         if not (name in ("name", "description") and value == "")
     }
 
 
 def to_chosen_data(scenario: Scenario) -> dict[str, object]:
-    """Return the non-default fields, so that a field added later changes nothing."""
+    """Return the non-default fields, so that a new field in a later version changes nothing."""
     return _chosen(scenario)
 
 
 def to_toml(scenario: Scenario) -> str:
-    """Return a scenario file with this case, which loads as an equal scenario."""
+    """Return the text of a scenario file that loads as an equal scenario."""
     return _document(to_data(scenario))
 
 
 def to_chosen_toml(scenario: Scenario) -> str:
-    """Return a scenario file with the non-default fields: short, for a person to read."""
+    """Return the text of a scenario file with non-default fields only, for people to read."""
     return _document(_plain(to_chosen_data(scenario)))
 
 
 def _document(data: Mapping[str, object]) -> str:
-    # TOML needs plain values before the first table: a later key would belong to that table.
+    # Plain values come before the first table, because TOML counts later keys to that table.
     tables = {name: value for name, value in data.items() if isinstance(value, dict)}
     lines = [f"{name} = {_inline(value)}" for name, value in data.items() if name not in tables]
     for name, table in tables.items():
@@ -62,7 +62,7 @@ def _chosen_value(value: object) -> object:
 
 
 def _plain(table: Mapping[str, object]) -> dict[str, object]:
-    # TOML has no null, so a field without a value is omitted.
+    # Omit fields without a value, because TOML has no null.
     return {name: _value(item) for name, item in table.items() if item is not None}
 
 
@@ -76,7 +76,7 @@ def _value(value: object) -> object:
 
 def _table(path: str, table: Mapping[str, object]) -> Iterator[str]:
     yield f"\n[{path}]"
-    # As in a document, plain values come before inner tables.
+    # Plain values come before inner tables, as in a document.
     inner = {name: value for name, value in table.items() if isinstance(value, dict)}
     for name, value in table.items():
         if name not in inner:
@@ -89,7 +89,7 @@ def _inline(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # JSON's escapes are valid in TOML. Also escape invisible characters, which JSON keeps.
+        # JSON's escapes are valid in TOML. Invisible characters, which JSON keeps, are escaped too.
         text = json.dumps(value, ensure_ascii=False)
         return text if text.isprintable() else "".join(map(_seen, text))
     if isinstance(value, list):
@@ -97,7 +97,7 @@ def _inline(value: object) -> str:
     if isinstance(value, dict):
         pairs = ", ".join(f"{name} = {_inline(item)}" for name, item in value.items())
         return f"{{ {pairs} }}"
-    # repr is the shortest form that reads back as the same float.
+    # repr is the shortest text that reads back as the same float.
     return repr(value)
 
 
@@ -105,5 +105,5 @@ def _seen(char: str) -> str:
     # Lone surrogates have no escape in TOML.
     if char.isprintable() or "\ud800" <= char <= "\udfff":
         return char
-    # TOML has two escapes, of 4 and of 8 digits.
+    # TOML has escapes with 4 and with 8 digits.
     return f"\\u{ord(char):04x}" if ord(char) < 2**16 else f"\\U{ord(char):08x}"

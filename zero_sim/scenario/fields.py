@@ -1,7 +1,7 @@
-"""Fields of the records in `spec`: paths, types, values and their descriptions in messages.
+"""Fields of the records in `spec`: paths, types, values, and their form in messages.
 
-Messages, matrix paths and the JSON Schema are derived from here, so a field added to `spec` needs
-no other mention.
+Messages, matrix paths and the JSON Schema use this module, so a new field in `spec` needs no other
+mention.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _LONGEST_SHOWN = 60
 
 @functools.cache
 def fields_of(record: type) -> dict[str, object]:
-    """Return the types of a record's fields in order; `None` is removed from optional ones."""
-    # Annotations are strings, because of `from __future__ import annotations`.
+    """Return the types of a record's fields in order, without `None` for optional fields."""
+    # `from __future__ import annotations` makes annotations strings.
     hints = typing.get_type_hints(record)
     return {field.name: _strip_none(hints[field.name]) for field in dataclasses.fields(record)}
 
@@ -39,7 +39,7 @@ def is_table(expected: object) -> bool:
 
 
 def type_at(loc: Sequence[str | int]) -> object | None:
-    """Return the type of the field at a location; None if there is no such field."""
+    """Return the type at a location; None if there is no such field."""
     here: object = Scenario
     for part in loc:
         if isinstance(part, int):
@@ -56,12 +56,12 @@ def type_at(loc: Sequence[str | int]) -> object | None:
 
 @functools.cache
 def field_paths() -> tuple[str, ...]:
-    """Return the dotted paths of all fields, each table before its fields."""
+    """Return the dotted paths of all fields. A table comes before its fields."""
     return tuple(_paths(Scenario, ""))
 
 
 def path_of(loc: Sequence[str | int]) -> str:
-    """Return a location in the form of messages: `model.shapes[0][1]`."""
+    """Return a location as messages print it: `model.shapes[0][1]`."""
     text = ""
     for part in loc:
         if isinstance(part, int):
@@ -72,11 +72,11 @@ def path_of(loc: Sequence[str | int]) -> str:
 
 
 def values_at(record: object, path: str) -> Iterator[tuple[str, object]]:
-    """Yield the values of a field with their paths; for a list, those of its entries.
+    """Yield paths and values of a field; for a list, paths and values of its entries.
 
     Args:
-        record: A scenario, or a part of one.
-        path: Dotted path of the field in the record. After a list, a field of each entry.
+        record: A scenario, or a part of it.
+        path: Dotted path of the field in the record. Names after a list are fields of its entries.
     """
     name, _, rest = path.partition(".")
     value = getattr(record, name)
@@ -84,7 +84,7 @@ def values_at(record: object, path: str) -> Iterator[tuple[str, object]]:
         for index, item in enumerate(value):
             at = f"{name}[{index}]"
             if not rest:
-                # An entry itself, for a field that is a list of plain values.
+                # A list of plain values: yield the entry itself.
                 yield at, item
             else:
                 yield from ((f"{at}.{inner}", found) for inner, found in values_at(item, rest))
@@ -97,7 +97,7 @@ def values_at(record: object, path: str) -> Iterator[tuple[str, object]]:
 
 @functools.cache
 def default_at(path: str) -> object | None:
-    """Return the default of a field that is not a table; None if there is none."""
+    """Return a field's default; None if the field has none or is a table."""
     names = path.split(".")
     record = type_at(names[:-1])
     if not isinstance(record, type) or not dataclasses.is_dataclass(record):
@@ -114,7 +114,7 @@ def choices_of(expected: object) -> tuple[object, ...]:
 
 
 def describe_type(expected: object) -> str:
-    """Return a field's type in words: `an integer`, `an array of 2 numbers`, `a table`."""
+    """Return a type in words: `an integer`, `an array of 2 numbers`, `a table`."""
     if isinstance(expected, type) and expected in _WORDS:
         return _WORDS[expected]
     choices = choices_of(expected)
@@ -127,7 +127,7 @@ def describe_type(expected: object) -> str:
 
 
 def describe_value(value: object) -> str:
-    """Return a value as written in the file, with its TOML type: `'three' (string)`."""
+    """Return a value with its TOML type: `'three' (string)`."""
     return f"{show(value)} ({toml_type(value)})"
 
 
@@ -147,12 +147,12 @@ def show(value: object) -> str:
         text = value.isoformat()
     else:
         text = repr(value)
-    # Values come from files of strangers, so their length in messages is limited.
+    # Limit the length, because values come from strangers' files.
     return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."
 
 
 def toml_type(value: object) -> str:
-    """Return TOML's name for the type of a parsed value."""
+    """Return TOML's type name for a parsed value."""
     # Before "integer", because bool is a subclass of int.
     if isinstance(value, bool):
         return "boolean"
@@ -171,11 +171,11 @@ def check_index(path: str, value: int, *, stop: int, of: str, counted: str) -> I
     Args:
         path: Path of the field.
         value: The index.
-        stop: Number of things counted.
+        stop: Number of counted things.
         of: Words for `stop` in the message.
-        counted: Plural of the things counted.
+        counted: Plural noun for the counted things.
     """
-    # A count below 1 is reported by itself; no index would be valid then.
+    # Another rule reports a count below 1, with which no index is valid.
     if stop >= 1 and not 0 <= value < stop:
         yield Problem(
             path=path,
@@ -186,8 +186,8 @@ def check_index(path: str, value: int, *, stop: int, of: str, counted: str) -> I
 
 
 def _strip_none(hint: object) -> object:
-    # `Literal[...] | None` is a typing.Union, `int | None` a UnionType. For `AnyModelName`, which
-    # is choices or an own name, return the choices.
+    # `Literal[...] | None` is a typing.Union, `int | None` a UnionType. `AnyModelName` is a union
+    # of choices and an own name: return the choices.
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         (inner, *_) = (arg for arg in typing.get_args(hint) if arg is not types.NoneType)
         return inner
@@ -198,7 +198,7 @@ def _element(expected: object, index: int) -> object | None:
     if typing.get_origin(expected) is not tuple:
         return None
     args = typing.get_args(expected)
-    # `tuple[X, ...]` is a list of any length, `tuple[X, Y]` one of two entries.
+    # `tuple[X, ...]` is a list of any length, `tuple[X, Y]` a list of two entries.
     if len(args) == 2 and args[1] is Ellipsis:
         return args[0]
     return args[index] if index < len(args) else None

@@ -1,4 +1,4 @@
-"""Cases fitted to their features: after a checkpoint, and without settings that change nothing."""
+"""Cases fitted to their features: after a checkpoint, and without settings that have no effect."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RELOADED = {
         )
     },
 }
-"""Fields of `reload` and the paths that they replace."""
+"""Fields of `reload`, with the paths that they replace."""
 
 
 def after_reload(scenario: Scenario) -> Scenario:
@@ -36,12 +36,12 @@ def after_reload(scenario: Scenario) -> Scenario:
         scenario: The case before the checkpoint.
     """
     after = with_reloaded(scenario)
-    # Settings depend on the stage and on other fields of `system`, so only changes there matter.
+    # Settings depend on fields of `system` such as the stage, so only changes there matter.
     return after if after.system is scenario.system else fitted_to_stage(after)
 
 
 def with_reloaded(scenario: Scenario) -> Scenario:
-    """Return the case with the fields that its reload replaces, and no other changes.
+    """Return the case with only the fields changed that its reload sets.
 
     Args:
         scenario: The case before the checkpoint.
@@ -57,17 +57,17 @@ def with_reloaded(scenario: Scenario) -> Scenario:
 
 
 def reloaded(reload: ReloadSpec | None) -> dict[str, str]:
-    """Return the set fields of a reload, with the paths that they replace."""
+    """Return the fields that a reload sets, with the paths that they replace."""
     return {n: path for n, path in RELOADED.items() if getattr(reload, n, None) is not None}
 
 
 def fitted_to_stage(scenario: Scenario) -> Scenario:
-    """Return the case with settings that have no effect at its stage reset to their defaults.
+    """Reset settings to their defaults if they have no effect at the case's stage.
 
-    Settings that are checked after a checkpoint stay: the reload must change these itself.
+    Settings that are checked after a checkpoint stay, because the reload itself must change them.
     """
     for row in APPLIES:
-        # Callers changed fields of `system`, so only rows within this table can break.
+        # Callers have changed fields of `system`, so only rows within this table can break.
         is_within = all(path.startswith("system.") for path in (row.path, *row.needs))
         if is_within and not row.holds_after and row.broken(scenario):
             scenario = _without(row.path, scenario)
@@ -75,7 +75,7 @@ def fitted_to_stage(scenario: Scenario) -> Scenario:
 
 
 def has_no_use(row: Applies, scenario: Scenario) -> bool:
-    """Return True if a setting has no effect, before the checkpoint or, if enough, after it.
+    """Return True if a setting has no effect.
 
     Args:
         row: The setting.
@@ -83,12 +83,12 @@ def has_no_use(row: Applies, scenario: Scenario) -> bool:
     """
     if not row.broken(scenario):
         return False
-    # After the checkpoint, the setting may have a use even if it has none before.
+    # An `unused` setting without effect before the checkpoint may still have one after it.
     return row.after != "unused" or bool(row.unmet(after_reload(scenario)))
 
 
 def without_unused(scenario: Scenario) -> Scenario:
-    """Return the case without settings that change nothing.
+    """Return the case without settings that have no effect.
 
     Args:
         scenario: A case, possibly invalid.
@@ -96,11 +96,11 @@ def without_unused(scenario: Scenario) -> Scenario:
     for row in APPLIES:
         if row.after == "unused" and has_no_use(row, scenario):
             scenario = _without(row.path, scenario)
-    # No rows of `APPLIES`, because they depend on numbers of ranks or steps.
+    # `APPLIES` has no rows for the rest, which depends on numbers of ranks and steps.
     if not orders_axes(scenario):
         scenario = _without("topology.order", scenario)
     if scenario.model.one_rank:
-        # An entry that covers every loss is the same as no entry.
+        # An entry that covers every loss has no effect.
         scenario = with_others(scenario)
     for name in ("freeze", "skip"):
         spans = getattr(scenario.model, name)
@@ -119,7 +119,7 @@ def _without(path: str, scenario: Scenario) -> Scenario:
 
 
 def orders_axes(scenario: Scenario) -> bool:
-    """Return True if ranks differ in two axes, before or after the checkpoint."""
+    """Return True if two axes have several ranks, before or after the checkpoint."""
 
     def axes(case: Scenario) -> int:
         sizes = (case.topology.tp, case.topology.cp, case.topology.pp)

@@ -1,4 +1,4 @@
-"""Kinds of params (dense and expert), of optimizers and of models, by name."""
+"""Kinds of params (dense and expert), optimizers and models, by name."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Literal, TypeGuard
 from zero_sim.scenario.spec import OptimizerName, OwnModelName, Scenario
 
 WHOLE_PARAM_OPTIMIZERS: tuple[OptimizerName, ...] = ("muon", "lamb")
-"""Optimizers whose step of an element depends on its whole param."""
+"""Optimizers that step an element depending on its whole param."""
 
 OWN_MODEL = r"own:[A-Za-z0-9_.-]+"
-"""Pattern for names of models that a target brings."""
+"""Pattern for names of a target's own models."""
 
 
 def is_own_model(name: object) -> TypeGuard[OwnModelName]:
-    """Return True for the name of a model that a target brings."""
+    """Return True for the name of a target's own model."""
     return isinstance(name, str) and re.fullmatch(OWN_MODEL, name) is not None
 
 
 def may_gather_again(scenario: Scenario) -> bool:
-    """Return True if a forward at stage 3 may use a module, or a tied param, twice.
+    """Return True if a forward at stage 3 may use a module or a tied param twice.
 
-    A rank may have to gather its params each time, which closed forms of calls do not count.
+    A rank may then gather its params twice, which closed forms of calls do not count.
     """
     name = scenario.model.name
-    # Of the shipped models, only `gpt` uses a block twice; own models are unknown.
+    # Only `gpt` among the shipped models uses a block twice; own models are unknown.
     return scenario.system.stage == 3 and (name == "gpt" or is_own_model(name))
 
 
@@ -33,11 +33,11 @@ def is_expert(name: str) -> bool:
     """Return True if a param belongs to an expert, so that only some ranks have it.
 
     Args:
-        name: Dotted name in the bare model; names of experts' params contain `experts`.
+        name: Dotted name in the bare model; `experts` is a part of expert params' names.
     """
     return "experts" in name.split(".")
 
 
 def kind_of(name: str) -> Literal["dense", "expert"]:
-    """Return the kind of a param by its name in the bare model."""
+    """Return a param's kind by its name in the bare model."""
     return "expert" if is_expert(name) else "dense"

@@ -1,4 +1,4 @@
-"""Scenarios in TOML files: read, expanded, validated, with all problems of a file at once."""
+"""Loading of scenario files: reading, expansion and validation, with all problems at once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from zero_sim.scenario.texts import check_case_id
 from zero_sim.untrusted import NESTING_MAX, Unreadable, nests_too_deep, read_regular
 
 FILE_BYTES_MAX = 2**20
-"""Scenarios are written by hand. A larger file was given by mistake."""
+"""Largest scenario file. People write scenarios by hand, so a larger file is a mistake."""
 
-# tomllib puts the position at the end of its message.
+# tomllib appends the position to its message.
 _TOML_PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 _IDS_SHOWN = 3
 
@@ -34,14 +34,14 @@ def load_cases(path: str | Path) -> tuple[Scenario, ...]:
         At least one scenario, each with its case id as `name`.
 
     Raises:
-        ScenarioError: The file is invalid; the error lists all of its problems.
+        ScenarioError: The file is invalid; the error lists all its problems.
     """
     path = Path(path)
     return parse_cases(_read(path), source=str(path), stem=path.stem)
 
 
 def read_toml(path: str | Path, *, instead: str) -> dict[str, object]:
-    """Read a TOML file of another kind.
+    """Read a TOML file that is not a scenario.
 
     Args:
         path: The file.
@@ -55,7 +55,7 @@ def read_toml(path: str | Path, *, instead: str) -> dict[str, object]:
 
 
 def load_scenario(path: str | Path, *, case: str | None = None) -> Scenario:
-    """Load one case of a scenario file.
+    """Load a single case from a scenario file.
 
     Args:
         path: A TOML file.
@@ -65,7 +65,7 @@ def load_scenario(path: str | Path, *, case: str | None = None) -> Scenario:
         The scenario, with its case id as `name`.
 
     Raises:
-        ScenarioError: The file is invalid; the error lists all of its problems.
+        ScenarioError: The file is invalid; the error lists all its problems.
         UsageError: The file has no such case, or has several and `case` is None.
     """
     scenarios = load_cases(path)
@@ -77,40 +77,40 @@ def load_scenario(path: str | Path, *, case: str | None = None) -> Scenario:
     ids = _some([scenario.name for scenario in scenarios])
     if case is None:
         raise UsageError(
-            f"{path}: expected a file of one case, got {len(scenarios)} ({ids}). "
+            f"{path}: expected a file with one case, got {len(scenarios)} ({ids}). "
             "Try one of them, case=... or --case, or load_cases() for all."
         )
     raise UsageError(f"{path}: expected the id of one of its cases ({ids}), got case={case!r}.")
 
 
 def parse_cases(text: str, *, source: str, stem: str) -> tuple[Scenario, ...]:
-    """Parse all cases of a scenario given as TOML text.
+    """Parse all cases in a scenario's TOML text.
 
     Args:
         text: Content of the file.
         source: Name of the file in messages.
-        stem: Name of the cases if the text has no `name`.
+        stem: Name of the cases, unless the text has a `name`.
 
     Returns:
         At least one scenario, each with its case id as `name`.
 
     Raises:
-        ScenarioError: The text is invalid; the error lists all of its problems.
+        ScenarioError: The text is invalid; the error lists all its problems.
     """
     raw = _parse(text, source)
     variants, problems = expand(raw)
     name = raw.get("name")
-    # A name of the wrong type is reported by `decode`; go on with the stem.
+    # `decode` reports a name of the wrong type, so go on with the stem.
     base = name if isinstance(name, str) and name else stem
     scenarios: list[Scenario] = []
-    # Most problems occur in all cases of a matrix, so each is reported once.
+    # Most problems occur in all cases of a matrix, so report each once.
     found: dict[Problem, list[str]] = {}
     for variant in variants:
         case_id = _case_id(base, variant)
         scenario, wrong = decode(variant.raw)
         if scenario is not None:
             scenarios.append(dataclasses.replace(scenario, name=case_id))
-            # Only of valid cases, because an invalid value would be in the id.
+            # For valid cases only, because ids contain the values.
             wrong = list(check_case_id(case_id, named=base == name))
         for problem in wrong:
             found.setdefault(problem, []).append(case_id)
@@ -121,7 +121,7 @@ def parse_cases(text: str, *, source: str, stem: str) -> tuple[Scenario, ...]:
     )
     if len(problems) > PROBLEMS_MAX + 1:
         more = f"{len(problems) - PROBLEMS_MAX:,} more problems."
-        # `decode` limits the problems of one case; this limits those of a file with many cases.
+        # `decode` limits problems per case, but a file may have many cases.
         problems[PROBLEMS_MAX:] = [Problem(path="", message=more)]
     if problems:
         raise ScenarioError(source, problems)
@@ -153,8 +153,8 @@ def _read(path: Path, *, instead: str = "Name a scenario, or a folder with some.
     if not os.path.lexists(path):
         raise refuse("expected a TOML file, got nothing at this path.", "Check the path.")
     try:
-        # Do not follow links: in a stranger's folder they could lead to any file, and an error
-        # would print a line of it.
+        # Do not follow links: in a stranger's folder, a link could lead to any file, and an error
+        # would print a line of that file.
         data = read_regular(path, bytes_max=FILE_BYTES_MAX, follow=False)
     except Unreadable as reason:
         if path.is_symlink():
@@ -176,7 +176,7 @@ def _parse(text: str, source: str) -> dict[str, object]:
     try:
         # Some editors write a byte order mark, which tomllib refuses.
         raw = tomllib.loads(text.removeprefix("\ufeff"))
-        # Deep values would exceed Python's recursion limit when they are copied or printed.
+        # Copying or printing deeper values would exceed Python's recursion limit.
         if not nests_too_deep(raw):
             return raw
         reason, place = f"more than {NESTING_MAX} tables or arrays within each other", None
@@ -185,7 +185,7 @@ def _parse(text: str, source: str) -> dict[str, object]:
     except ValueError as error:
         place = _TOML_PLACE.search(str(error))
         reason = _TOML_PLACE.sub("", str(error))
-    # Users need the line itself: most errors are a missing quote or bracket.
+    # Show the line itself, because most errors are a missing quote or bracket.
     line = int(place[1]) if place and place[1] else None
     lines = text.splitlines()
     if line is None:

@@ -1,13 +1,13 @@
-"""The `[matrix]` table: one file, many cases, with the same case ids in every run.
+"""The `[matrix]` table, which makes many cases from one file, with the same ids in every run.
 
-A key is a field path. Its value lists the values of the field:
+A key is a field path, with a list of values for the field:
 
     [matrix]
     "world.size" = [1, 2, 3]
     optimizer = [{ name = "adamw" }, { name = "sgd", momentum = 0.9 }]
 
-The cases are the product in the order of the file; the last key varies fastest. A table in a list
-is merged into the file's own table. No case is drawn or skipped.
+The cases are the product of all lists, in file order; the last key varies fastest. A table in a
+list is merged into the file's own table. No case is drawn or skipped.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from zero_sim.scenario import suggest
 from zero_sim.scenario.fields import describe_value, field_paths, show
 
 CASES_MAX = 10_000
-"""Most cases of one file. A larger matrix is a slip, or a job for a fuzzing campaign."""
+"""Most cases per file. A larger matrix is a slip, or a job for a fuzzing campaign."""
 
 VALUES_MAX = 500_000
-"""Most values in all cases of one file together, because all are parsed and kept."""
+"""Most values in all cases of a file together, because all are parsed and kept."""
 
 _FIXED = ("schema", "name")
-"""Fields that belong to the file, so they cannot vary."""
+"""Fields that cannot vary, because they belong to the file."""
 _ID_VALUE_MAX = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """One case of a file before validation."""
+    """A case of a file before validation."""
 
     label: str
-    """Values of the matrix, such as `size=3,dtype=bf16`, appended to the file's name; empty without
-    a matrix."""
+    """Values of the matrix, such as `size=3,dtype=bf16`, to append to the case id; empty without a
+    matrix."""
     raw: dict[str, object]
 
 
@@ -51,8 +51,8 @@ def expand(raw: Mapping[str, object]) -> tuple[list[Variant], list[Problem]]:
         raw: Result of `tomllib`, with or without a `matrix`.
 
     Returns:
-        The variants in order, and the problems of the matrix. An invalid axis is left out of the
-        product, so that the rest of the file is still checked.
+        The variants in order, and the problems of the matrix. The product omits invalid axes, so
+        that the rest of the file is still checked.
     """
     # The file's own fields; the matrix is no field of a case.
     base = {key: value for key, value in raw.items() if key != "matrix"}
@@ -67,14 +67,14 @@ def expand(raw: Mapping[str, object]) -> tuple[list[Variant], list[Problem]]:
         )
         return [Variant(label="", raw=base)], [problem]
     axes = dict(_axes(matrix, ""))
-    # Before any check that compares all keys with each other, which takes time for very many.
+    # First limit the number of keys, because `_overlaps` compares all pairs.
     if len(axes) > len(field_paths()):
         message = f"expected at most {len(field_paths())} keys, one per field, got {len(axes):,}."
         problem = Problem(path="matrix", message=message, suggestion="Remove unknown fields.")
         return [Variant(label="", raw=base)], [problem]
     problems = [problem for path, values in axes.items() for problem in _check(path, values)]
     problems.extend(_overlaps(tuple(axes)))
-    # Go on with the sound axes, so that problems of the cases are found in the same run.
+    # Go on with the valid axes, to find the problems of their cases in the same run.
     bad = {problem.path.removeprefix("matrix.") for problem in problems}
     sound = {
         path: values
@@ -87,7 +87,7 @@ def expand(raw: Mapping[str, object]) -> tuple[list[Variant], list[Problem]]:
         problems.append(
             Problem(path="matrix", message=message, suggestion="Split the file or drop values.")
         )
-        # One value per axis keeps the fields checked, without the product.
+        # Still check the fields, with one value per axis.
         sound = {path: values[:1] for path, values in sound.items()}
     elif count * _size(base) > VALUES_MAX:
         message = f"expected at most {VALUES_MAX:,} values in all cases, got {count:,} cases of "
@@ -100,17 +100,17 @@ def expand(raw: Mapping[str, object]) -> tuple[list[Variant], list[Problem]]:
 
 
 def _size(value: object) -> int:
-    """Return the number of values in a parsed table."""
+    """Return the number of values in a parsed table, including the table."""
     if isinstance(value, dict):
         return 1 + sum(map(_size, value.values()))
     return 1 + sum(map(_size, value)) if isinstance(value, list) else 1
 
 
 def _axes(table: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
-    # An unquoted key `world.size = [...]` is parsed as nested tables. Both spellings are equal.
+    # An unquoted key `world.size = [...]` is parsed as nested tables, but means the same.
     for key, value in table.items():
         if isinstance(value, dict) and value:
-            # An empty table is a value, a table with keys is part of a path.
+            # A table with keys is part of a path; an empty table is a value.
             yield from _axes(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
@@ -139,7 +139,7 @@ def _check(path: str, values: object) -> Iterator[Problem]:
             suggestion="Remove the line, or list the values to try.",
         )
     else:
-        # Values with one label would give two cases the same id.
+        # Values with the same label would give two cases the same id.
         labels = Counter(_in_id(value, index) for index, value in enumerate(values))
         yield from (
             Problem(
@@ -165,7 +165,7 @@ def _overlaps(paths: Sequence[str]) -> Iterator[Problem]:
 def _product(base: Mapping[str, object], axes: Mapping[str, Sequence[object]]) -> list[Variant]:
     names = _short_names(tuple(axes))
     variants: list[Variant] = []
-    # With the index of each value, for values that are too long for an id.
+    # Enumerated, because an id has the index of a value that is too long.
     for picks in itertools.product(*(enumerate(values) for values in axes.values())):
         raw = copy.deepcopy(dict(base))
         parts: list[str] = []
@@ -178,7 +178,7 @@ def _product(base: Mapping[str, object], axes: Mapping[str, Sequence[object]]) -
 
 def _short_names(paths: Sequence[str]) -> dict[str, str]:
     lasts = Counter(path.rpartition(".")[2] for path in paths)
-    # The last part of a path suffices in an id, unless two axes share it.
+    # An id has the last part of a path, unless two axes share it.
     return {path: last if lasts[last := path.rpartition(".")[2]] == 1 else path for path in paths}
 
 
@@ -188,10 +188,10 @@ def _assign(raw: dict[str, object], path: str, value: object) -> None:
     for name in parents:
         inner = table.setdefault(name, {})
         if not isinstance(inner, dict):
-            return  # Not a table; validation reports it.
+            return  # Not a table. Validation reports it.
         table = inner
     before = table.get(last)
-    # Variants must not share tables: the next assignment would change the others.
+    # Variants must not share tables, because the next assignment would change the others.
     value = copy.deepcopy(value)
     table[last] = (
         # Tables are merged: `optimizer = [{ name = "sgd" }]` keeps the file's learning rate.

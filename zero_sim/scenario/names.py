@@ -1,4 +1,4 @@
-"""Names of params in a scenario: spans of frozen steps, param groups, and checks of names."""
+"""Param names in a scenario: frozen spans, param groups, and checks of names."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def frozen_at(model: ModelSpec, *, step: int) -> frozenset[str]:
 
 
 def _spans(model: ModelSpec) -> Iterator[tuple[str, FreezeSpec | SkipSpec]]:
-    """Yield path and record of each span in which a param is frozen or not read."""
+    """Yield the path and record of each `freeze` and `skip` span."""
     for name in ("freeze", "skip"):
         for index, span in enumerate(getattr(model, name)):
             yield f"model.{name}[{index}]", span
 
 
 def check_spans(scenario: Scenario) -> Iterator[Problem]:
-    """Check that each span of steps has a start before its stop."""
+    """Check that each span starts before it stops."""
     for path, span in _spans(scenario.model):
         if not 0 <= span.start < span.stop:
             yield Problem(
@@ -42,7 +42,7 @@ def check_spans(scenario: Scenario) -> Iterator[Problem]:
 
 
 def check_spans_begin(scenario: Scenario) -> Iterator[Problem]:
-    """Check that each span starts before the last step ends."""
+    """Check that each span starts within the run."""
     steps = scenario.run.steps
     for path, span in _spans(scenario.model):
         if steps >= 1 and span.start >= steps:
@@ -57,7 +57,7 @@ def check_spans_begin(scenario: Scenario) -> Iterator[Problem]:
 def check_groups(scenario: Scenario) -> Iterator[Problem]:
     """Check that the optimizer has the settings of its param groups."""
     for index, group in enumerate(scenario.optimizer.groups):
-        # torch.optim.Rprop has no `weight_decay`; a learning rate every optimizer has.
+        # torch.optim.Rprop has no `weight_decay`. All optimizers have a learning rate.
         if group.weight_decay and scenario.optimizer.name == "rprop":
             yield Problem(
                 path=f"optimizer.groups[{index}].weight_decay",
@@ -68,13 +68,13 @@ def check_groups(scenario: Scenario) -> Iterator[Problem]:
 
 
 def check_names(scenario: Scenario, names: Collection[str]) -> Iterator[Problem]:
-    """Check that every param name, or name ending, in a case matches a param.
+    """Check that every param name or name ending in a case matches a param.
 
     Args:
         scenario: A valid case.
-        names: Names of all params that its model trains, on any rank.
+        names: Names of all trained params, on any rank.
     """
-    # At most a dozen names: a large model has thousands.
+    # Show at most a dozen names, because a large model has thousands.
     known = _some(names)
     for index, freeze in enumerate(scenario.model.freeze):
         if freeze.param not in names:
@@ -114,7 +114,7 @@ def with_known_names(scenario: Scenario, names: Collection[str]) -> Scenario:
 
     Args:
         scenario: A case.
-        names: Names of all params that its model trains, on any rank.
+        names: Names of all trained params, on any rank.
     """
     topology = replace(
         scenario.topology,
@@ -134,7 +134,7 @@ def with_known_names(scenario: Scenario, names: Collection[str]) -> Scenario:
 def matching_groups(
     groups: Sequence[ParamGroupSpec], names: Collection[str]
 ) -> tuple[ParamGroupSpec, ...]:
-    """Return the param groups with at least one param. The first group that matches gets a param.
+    """Return the groups with at least one param. A param belongs to the first group that matches.
 
     Args:
         groups: Param groups in order.

@@ -1,9 +1,9 @@
-"""Pairs of layouts: the second layout of a case, and rules about both.
+"""Pairs of layouts: a case's second layout, and rules about both.
 
 [Note: why bits are equal]
-Sums of an exact model depend on no order of addition. Ranks with the same data have the mean of one
-rank, and dividing by a power of two does not round. So all inputs of the optimizer are independent
-of the layout.
+In an exact model, no sum depends on the order of addition. If ranks have the same data, their mean
+equals each rank's gradient, and dividing by a power of two does not round. So no input of the
+optimizer depends on the layout.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ PAIRED = {
         for name in ("stage", "redundancy", "bucket_elems", "partition", "param_order")
     },
 }
-"""Fields in `pair` and the paths that they replace."""
+"""Fields of `pair`, with the paths that they replace."""
 PAIR_READS = (
     *("pair", "world", "model", "data", "topology", "system", "optimizer", "run"),
     *("reload", "faults", "expect"),
 )
 PAIRED_MODELS: tuple[ModelName, ...] = ("bit-hash", "ternary")
-"""Models whose sums are the same in every order."""
+"""Exact models: their sums are the same in every order of addition."""
 
 
 def paired(scenario: Scenario) -> dict[str, str]:
-    """Return the set fields in `pair`, with the paths that they replace."""
+    """Return the fields that `pair` sets, with the paths that they replace."""
     pair = scenario.pair
     return {name: path for name, path in PAIRED.items() if getattr(pair, name, None) is not None}
 
@@ -48,7 +48,7 @@ def other_layout(scenario: Scenario) -> Scenario:
     Args:
         scenario: A case with a pair.
     """
-    # Only the set fields, so that the second layout's own pair names the same fields.
+    # Only the fields that are set, so that the second layout's own pair has the same fields.
     chosen: dict[str, Any] = {n: getattr(scenario.pair, n) for n in paired(scenario)}
     first: dict[str, Any] = {n: attrgetter(path)(scenario) for n, path in PAIRED.items()}
     size = chosen.pop("world_size", scenario.world.size)
@@ -58,12 +58,12 @@ def other_layout(scenario: Scenario) -> Scenario:
         world=replace(scenario.world, size=size),
         system=replace(scenario.system, **chosen),
     )
-    # Without other changes than the world's size, all settings keep their use.
+    # If only the world's size changes, all settings keep their effect.
     return fitted_to_stage(other) if chosen else other
 
 
 def layouts_in_words(scenario: Scenario) -> str:
-    """Return the differences of the two layouts in words.
+    """Describe the differences between the two layouts.
 
     Args:
         scenario: A case with a pair.
@@ -81,10 +81,10 @@ def placed_in_pair(problem: Problem, scenario: Scenario) -> Problem:
     """Return a problem of the second layout with the path of its field in `pair`.
 
     Args:
-        problem: A problem with the path that it has in a case without a pair.
+        problem: A problem, with its path in a case without a pair.
         scenario: The case in its first layout.
     """
-    # A problem of a field outside `pair` is reported at the table.
+    # If `pair` does not set the field, report the problem at the table.
     names = {path: f"pair.{name}" for name, path in paired(scenario).items()}
     return replace(problem, path=names.get(problem.path, "pair"))
 
@@ -111,14 +111,13 @@ def check_pair(scenario: Scenario) -> Iterator[Problem]:
             )
     for rule in (*APPLIES, *CONDITIONS):
         if not rule.broken(scenario):
-            # Problems of both layouts are reported once, at the case's own field.
+            # If both layouts have a problem, it is reported once, at the case's own field.
             yield from (placed_in_pair(problem, scenario) for problem in rule.check(other))
 
 
 def _differences(scenario: Scenario, other: Scenario) -> Iterator[tuple[str, bool, str]]:
-    """Yield a path, True if it may make the layouts differ, and the reason."""
+    """Yield a path, True if its value may make the layouts differ, and the reason."""
     model, data, run, optimizer = scenario.model, scenario.data, scenario.run, scenario.optimizer
-    # Each row: where to report, if the layouts may differ, and why.
     is_exact = model.name in PAIRED_MODELS
     yield "model.name", not is_exact, f"sums of model {model.name!r} depend on the order"
     for name in ("freeze", "skip", "one_rank", "unused"):
@@ -129,7 +128,7 @@ def _differences(scenario: Scenario, other: Scenario) -> Iterator[tuple[str, boo
     yield "data.nan", data.nan is not None, "a step may be skipped"
     yield "optimizer.loss_scale", optimizer.loss_scale is not None, "a step may be skipped"
     yield "world.order_known", not scenario.world.order_known, "sums are known only within bounds"
-    # With as many ranks, both layouts have the same data and divisor.
+    # With the same number of ranks, both layouts have the same data and divisor.
     if scenario.world.size == other.world.size:
         return
     yield "data.ranks", data.ranks != "same", "the data depends on the number of ranks"

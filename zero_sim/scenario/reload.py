@@ -17,7 +17,7 @@ def placed_in_reload(problem: Problem, reload: ReloadSpec) -> Problem:
     """Return a problem of the case after its checkpoint with the path of its field in `reload`.
 
     Args:
-        problem: A problem with the path that it has in a case without a checkpoint.
+        problem: A problem, with its path in a case without a checkpoint.
         reload: The case's `reload` table.
     """
     for name, path in reloaded(reload).items():
@@ -33,7 +33,7 @@ def check_async_steps(scenario: Scenario) -> Iterator[Problem]:
         scenario: The case before the checkpoint.
     """
     after, steps = scenario.reload, scenario.run.steps
-    # A checkpoint after the end of the run is reported by itself.
+    # A condition reports a checkpoint outside of the run.
     if after is None or not 1 <= after.step < steps:
         return
     left = steps - after.step
@@ -47,7 +47,7 @@ def check_async_steps(scenario: Scenario) -> Iterator[Problem]:
 
 
 def check_after_reload(scenario: Scenario) -> Iterator[Problem]:
-    """Check the rules over several fields for the system after the checkpoint.
+    """Check the rules over several fields for the case after its checkpoint.
 
     Args:
         scenario: The case before the checkpoint.
@@ -56,7 +56,7 @@ def check_after_reload(scenario: Scenario) -> Iterator[Problem]:
         return
     after = after_reload(scenario)
     for rule in (*APPLIES, *CONDITIONS):
-        # A rule that is broken before the checkpoint has been reported.
+        # If a rule is also broken before the checkpoint, this has been reported.
         if rule.holds_after and not rule.broken(scenario):
             for problem in rule.check(after):
                 placed = placed_in_reload(problem, scenario.reload)
@@ -67,12 +67,12 @@ def check_after_reload(scenario: Scenario) -> Iterator[Problem]:
 
 
 def _set_without_use(scenario: Scenario, reload: ReloadSpec) -> Iterator[Problem]:
-    """Check the fields that the reload sets, including those that otherwise go back to defaults.
+    """Check that each setting in the reload has an effect after the checkpoint.
 
-    A setting of the earlier system goes back to its default if it has no effect after the
-    checkpoint. A setting that the reload itself sets would be ignored.
+    Settings from before the checkpoint go back to their defaults if they have no effect after it. A
+    setting in the reload itself would be ignored.
     """
-    # Without resets: the fields exactly as the reload sets them.
+    # Without these resets, with the fields exactly as the reload sets them.
     as_written = with_reloaded(scenario)
     set_here = set(reloaded(reload).values())
     for row in APPLIES:
@@ -82,15 +82,15 @@ def _set_without_use(scenario: Scenario, reload: ReloadSpec) -> Iterator[Problem
 
 
 def _at_reload_field(problem: Problem, rule: Applies | Condition, reload: ReloadSpec) -> Problem:
-    """Return a problem of a kept setting with the path of a field that the reload sets."""
-    # The rule holds before the checkpoint, so one of the replaced fields breaks it.
+    """Return a problem of a kept setting with the path of the reload's field that causes it."""
+    # The rule holds before the checkpoint, so a replaced field breaks it.
     made_by = next(
         name
         for name, path in reloaded(reload).items()
         if any(f"{path}.".startswith(f"{read}.") for read in rule.reads)
     )
     own = next((name for name, path in RELOADED.items() if path == problem.path), None)
-    # The reload has no field for the kept setting, so the remedy of the rule stays.
+    # If the reload has no field for the kept setting, the rule's remedy stays.
     if own is None:
         return dataclasses.replace(problem, path=f"reload.{made_by}")
     return Problem(
@@ -101,10 +101,10 @@ def _at_reload_field(problem: Problem, rule: Applies | Condition, reload: Reload
 
 
 def _with_own_names(problem: Problem, reload: ReloadSpec) -> Problem:
-    """Return the problem with paths replaced by those of the reload's fields."""
+    """Return the problem with paths replaced by the reload's own fields."""
     message, suggestion = problem.message, problem.suggestion
     for name, path in reloaded(reload).items():
-        # Users wrote `reload.stage`, so `system.stage` would be the wrong place.
+        # The user wrote `reload.stage`, so a message about `system.stage` would mislead.
         message = message.replace(f"{path} =", f"reload.{name} =")
         suggestion = suggestion.replace(f"{path} =", f"reload.{name} =")
     return dataclasses.replace(problem, message=message, suggestion=suggestion)

@@ -1,8 +1,8 @@
 """Rules for a scenario whose fields have the right types.
 
-All rules are pure and all are checked. `BOUNDS` has ranges of single numbers, which the JSON Schema
-also contains. `RULES` has conditions over several fields. Each rule names the fields that it reads,
-and is skipped if one of them is known to be invalid.
+Rules are pure functions. `BOUNDS` has ranges of single numbers, which the JSON Schema also
+contains. `RULES` has conditions over several fields. A rule lists the fields that it reads, and is
+skipped if any is known to be invalid. All other rules are checked.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from zero_sim.scenario.suggest import closest
 from zero_sim.scenario.texts import check_texts
 
 WORLD_SIZE_MAX = 4096
-"""Most ranks of a world. More rank threads are a slip, not a test."""
+"""Most ranks in a world. More rank threads are a slip, not a test."""
 _BARE_MODELS = ("params", "bit-hash")
 PARAM_ELEMS_MAX = 2**30
-"""Most elements of a `params` model. Its fp32 master and reference alone then take 8 GiB."""
+"""Most elements in a `params` model: its fp32 masters and reference alone then take 8 GiB."""
 SHAPES_MAX = 10_000
-"""Most params of a `params` model."""
+"""Most params in a `params` model."""
 DIMS_MAX = 16
-"""Most dimensions of one param."""
+"""Most dimensions of a param."""
 ENTRIES_MAX = 1_000
-"""Most entries of every other list."""
+"""Most entries in every other list."""
 # (2 - 2^-23) x 2^127: a full 24-bit significand at the largest exponent.
 FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
-"""Largest fp32 number. Optimizer settings are combined with fp32 numbers, so they must be finite in
-fp32."""
+"""Largest fp32 number. Optimizers combine their settings with fp32 numbers, so settings must be
+finite in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """Range of one number. An omitted field is in range."""
+    """Range of a number. An omitted field is in range."""
 
     path: str
     least: int | float
@@ -69,7 +69,7 @@ class Bound:
 
 
 BOUNDS = (
-    # Sizes. Upper ends catch slips; `check_costs` limits their product.
+    # Sizes. Upper limits catch slips; `check_costs` limits products of sizes.
     Bound(path="model.hidden", least=1, most=8_192),
     Bound(path="model.blocks", least=1, most=10_000),
     Bound(path="model.experts", least=1, most=10_000),
@@ -120,7 +120,7 @@ BOUNDS = (
     Bound(path="expect.nonzero_min", least=0, most=1),
 )
 ITEM_BOUNDS = (
-    # A group may have a learning rate of 0, because other groups still train.
+    # A group's learning rate may be 0, because other groups still train.
     Bound(path="optimizer.groups.lr", least=0, most=FP32_MAX),
     Bound(path="optimizer.groups.weight_decay", least=0, most=FP32_MAX),
     Bound(path="faults.call", least=0, most=10**9),
@@ -129,9 +129,9 @@ ITEM_BOUNDS = (
     # The widest dtype has 64 bits.
     Bound(path="faults.bit", least=0, most=63),
 )
-"""Ranges of fields in the entries of a list."""
+"""Ranges of fields in list entries."""
 LISTS = {
-    # Files of strangers must not make messages or checks arbitrarily long.
+    # A stranger's file must not make messages or checks arbitrarily long.
     "model.shapes": SHAPES_MAX,
     "model.tied": ENTRIES_MAX,
     "model.unused": ENTRIES_MAX,
@@ -150,10 +150,10 @@ LISTS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """A condition over several fields."""
+    """A rule over several fields."""
 
     reads: tuple[str, ...]
-    """Paths of the fields that the rule depends on."""
+    """Paths of all fields that the rule depends on."""
     check: Callable[[Scenario], Iterator[Problem]]
 
 
@@ -162,7 +162,7 @@ def check_scenario(scenario: Scenario, *, known_bad: Collection[str] = ()) -> li
 
     Args:
         scenario: The case to check.
-        known_bad: Paths already reported. Rules that read one of them are skipped.
+        known_bad: Paths already reported. Rules that read any of them are skipped.
 
     Returns:
         Problems in the order of the fields; empty for a valid scenario.
@@ -175,13 +175,13 @@ def check_scenario(scenario: Scenario, *, known_bad: Collection[str] = ()) -> li
     for rule in RULES:
         if not _touches(rule.reads, known_bad):
             problems.extend(rule.check(scenario))
-    # Costs can be estimated only from numbers that are in range.
+    # Estimating costs needs numbers that are in range.
     return problems or ([] if known_bad else list(check_costs(scenario)))
 
 
 def _touches(reads: Iterable[str], known_bad: Collection[str]) -> bool:
     return any(
-        # A rule on a table reads its fields, and a rule on a field reads its table.
+        # A rule that reads a table reads its fields, and vice versa.
         path == bad or path.startswith(f"{bad}.") or bad.startswith(f"{path}.")
         for path in reads
         for bad in known_bad
@@ -190,7 +190,7 @@ def _touches(reads: Iterable[str], known_bad: Collection[str]) -> bool:
 
 def _check_bound(bound: Bound, scenario: Scenario) -> Iterator[Problem]:
     for path, number in values_at(scenario, bound.path):
-        # An optional field that is omitted is None.
+        # An omitted field is None.
         if not isinstance(number, int | float):
             continue
         if not (math.isfinite(number) and bound.holds(number)):
@@ -205,14 +205,14 @@ def _check_bound(bound: Bound, scenario: Scenario) -> Iterator[Problem]:
 def _kind(number: float) -> str:
     if not isinstance(number, float):
         return "an integer"
-    # TOML has inf and nan, for which a range alone would be a confusing answer.
+    # TOML has inf and nan, for which a range alone would confuse.
     return "a number" if math.isfinite(number) else "a finite number"
 
 
 def _for_bound(bound: Bound, number: float) -> str:
-    # The end of an optimizer's range is seldom meant, so suggest a usual value.
+    # For an optimizer, the end of the range is seldom useful, so suggest a usual value.
     if bound.path.startswith("optimizer."):
-        # torch's defaults, where it has some.
+        # torch's defaults if there are any.
         usual = {
             "optimizer.lr": "0.001",
             "optimizer.betas": "0.9",
@@ -271,12 +271,12 @@ def _dims(scenario: Scenario) -> Iterator[Problem]:
                     suggestion="Try 0 for an empty param.",
                 )
         elems += math.prod(shape)
-    # Negative dimensions are reported above; their product has no meaning.
+    # A product with negative dimensions, which are reported above, has no meaning.
     if not negative and elems > PARAM_ELEMS_MAX:
         yield Problem(
             path="model.shapes",
             message=f"expected at most {PARAM_ELEMS_MAX:,} elements in all, got {elems:,}.",
-            suggestion="Try smaller shapes: a few elements are enough to find faults of a layout.",
+            suggestion="Try smaller shapes: a few elements are enough to find faults in a layout.",
         )
 
 
@@ -316,7 +316,7 @@ def _faults(scenario: Scenario) -> Iterator[Problem]:
 
 
 def _fault_call(path: str, fault: FaultSpec) -> Iterator[Problem]:
-    # A slow rank has no call: it is slow during the whole run.
+    # A slow rank is slow during the whole run, so it has no call.
     if fault.kind == "slow":
         said = (("call", fault.call != 0), ("at", fault.at != "call"))
         given = [*said, ("call_stop", fault.call_stop), ("collective", fault.collective)]
@@ -358,11 +358,11 @@ def _fault_place(path: str, fault: FaultSpec) -> Iterator[Problem]:
 
 
 def _finding(scenario: Scenario) -> Iterator[Problem]:
-    """Check that the expected finding is an existing check or area."""
+    """Check that the expected finding is a check or an area."""
     wanted = scenario.expect.finding
     known = (*Check, *dict.fromkeys(check.area for check in Check))
     if wanted is not None and wanted not in known:
-        # An area, such as `equality`, is a valid value too.
+        # Similar names come from checks and areas, because both are valid.
         near = closest(wanted, known)
         yield Problem(
             path="expect.finding",
@@ -377,17 +377,17 @@ def _pair(scenario: Scenario) -> Iterator[Problem]:
 
 
 def _applies(row: Applies, scenario: Scenario) -> Iterator[Problem]:
-    # A setting of the system after the checkpoint counts as used.
+    # A setting with an effect only after the checkpoint is valid.
     return row.check(scenario) if has_no_use(row, scenario) else iter(())
 
 
-# Fields of all rules that are checked again after the checkpoint.
+# Fields of rules that are checked again after the checkpoint.
 _BEFORE_AND_AFTER = (
     "reload",
     *(read for each in (*APPLIES, *CONDITIONS) if each.holds_after for read in each.reads),
 )
 RULES = (
-    # Strings are checked in any case, because messages print them.
+    # Without `reads`, so never skipped: messages print strings even if other fields are invalid.
     Rule(reads=(), check=check_texts),
     Rule(reads=tuple(LISTS), check=_lists),
     Rule(reads=("model.name", "model.shapes"), check=_shapes),

@@ -1,4 +1,4 @@
-"""The JSON Schema of a scenario file, for editors and other tools."""
+"""JSON Schema of scenario files, for editors and other tools."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ def scenario_schema() -> Node:
     """Return the JSON Schema of scenario files, with descriptions, ranges and the matrix.
 
     Returns:
-        A JSON Schema object. It does not contain conditions over several fields; loading checks
-        them.
+        A JSON Schema object, without the conditions over several fields that loading checks.
     """
     schema: Node = copy.deepcopy(adapter().json_schema())
     _drop_null(schema)
@@ -40,7 +39,7 @@ def scenario_schema() -> Node:
     _add_own_model(_field(schema, "model.name"))
     properties = _table(schema["properties"])
     properties["matrix"] = {
-        "description": "Lists of values by field path. The cases are their product, at most "
+        "description": "Lists of values by field path. Their product gives the cases, at most "
         f"{CASES_MAX:,}.",
         "type": "object",
         "properties": _axes(schema),
@@ -67,17 +66,16 @@ def _resolve(schema: Node, node: Node) -> Node:
 def _field(schema: Node, path: str) -> Node:
     node = schema
     for name in path.split("."):
-        # A list: continue in its entries.
+        # In a list, continue with the schema of its entries.
         if "properties" not in node:
             node = _resolve(schema, _table(node["items"]))
-        # Tables are references into `$defs`.
+        # A table is a reference into `$defs`.
         node = _resolve(schema, _table(_table(node["properties"])[name]))
     return node
 
 
 def _add_lengths(node: object) -> None:
-    """Bound the length of every string without choices."""
-    # The same limit as in `texts`.
+    """Limit the length of strings without choices, as `texts` does."""
     if isinstance(node, dict) and node.get("type") == "string" and "enum" not in node:
         node["maxLength"] = NAME_CHARS_MAX
     for item in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
@@ -91,7 +89,7 @@ def _add_own_model(node: Node) -> None:
 
 
 def _drop_null(node: object) -> None:
-    """Remove null from optional fields, because TOML has none: such a field is omitted."""
+    """Remove null from optional fields, because TOML has no null."""
     if isinstance(node, list):
         for item in node:
             _drop_null(item)
@@ -100,11 +98,11 @@ def _drop_null(node: object) -> None:
     options = node.get("anyOf")
     if isinstance(options, list):
         kept = [option for option in options if option != {"type": "null"}]
-        # `anyOf` remains only for real unions, such as names of models.
+        # `anyOf` stays only for real unions, such as model names.
         if len(kept) == 1:
             del node["anyOf"]
             node.update(kept[0])
-    # A default of null cannot be written either.
+    # Nor can a default be null.
     if node.get("default", ...) is None:
         del node["default"]
     for item in node.values():
@@ -112,7 +110,7 @@ def _drop_null(node: object) -> None:
 
 
 def _add_bound(node: Node, bound: Bound) -> None:
-    # A tuple such as `optimizer.betas` has the range in each of its items.
+    # For a tuple such as `optimizer.betas`, each item has the range.
     items = node.get("prefixItems")
     targets = [_table(item) for item in items] if isinstance(items, list) else [node]
     for target in targets:
@@ -121,22 +119,22 @@ def _add_bound(node: Node, bound: Bound) -> None:
 
 
 def _axes(schema: Node) -> Node:
-    """Return one list-valued property per field path, quoted like the keys of the matrix."""
+    """Return a list-valued property for each field path, such as `world.size`."""
     axes: Node = {}
 
     def visit(record: Node, prefix: str) -> None:
         for name, raw in _table(record["properties"]).items():
             path, node = f"{prefix}{name}", _table(raw)
-            # The same for all cases of a file; see `matrix`.
+            # These two belong to the file, so they cannot vary; see `matrix`.
             if path in ("schema", "name"):
                 continue
             inner = _resolve(schema, node)
-            # A matrix may vary a table as a whole, or any of its fields.
+            # A matrix may vary a whole table, or any of its fields.
             is_record = "properties" in inner
             item: Node = {"type": "object"} if is_record else dict(node)
             # An entry of the matrix has no default.
             item.pop("default", None)
-            # A path such as `world.size` is one quoted key.
+            # A path such as `world.size` is a single quoted key.
             axes[path] = {
                 "description": node.get("description", ""),
                 "type": "array",

@@ -1,4 +1,4 @@
-"""Suggestions: the nearest name, the nearest choice, the value in its right form."""
+"""Suggestions for invalid fields: the nearest name or choice, or the value in its right form."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zero_sim.scenario.fields import (
 )
 from zero_sim.scenario.spec import Scenario
 
-# Similarity of difflib, 0 to 1; its own default.
+# Similarity from 0 to 1; difflib's default.
 _CUTOFF = 0.6
 
 _EXAMPLES = {
@@ -28,19 +28,19 @@ _EXAMPLES = {
     "data.nan.step": "Try step = 0.",
     "data.nan.rank": "Try rank = 0.",
 }
-"""Suggestions for fields that have no default."""
+"""Suggestions for fields without a default."""
 
 
 def closest(word: str, names: Iterable[str]) -> str | None:
-    """Return the name most similar to `word`, ignoring case; None if none is near."""
-    # difflib compares case, but `AdamW` is meant as `adamw`.
+    """Return the name most similar to `word`, ignoring case; None if none is similar."""
+    # In lower case, because difflib is case-sensitive and `AdamW` means `adamw`.
     by_lower = {name.lower(): name for name in names}
     found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=_CUTOFF)
     return by_lower[found[0]] if found else None
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """Return ` Did you mean 'x'?`, as the end of a message about an unknown name, or nothing."""
+    """Return the end of a message, ` Did you mean 'x'?`, or nothing if no name is similar."""
     near = closest(word, names)
     return "" if near is None else f" Did you mean {str(near)!r}?"
 
@@ -49,45 +49,45 @@ NAMES_SHOWN_MAX = 5
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """List the names most similar to `word`, nearest first: at most five, and the number of others.
+    """List up to five names, most similar to `word` first, and the number of others.
 
     Args:
         word: An unknown name.
-        names: The known names. Equally similar names keep their order.
+        names: The known names.
     """
     known = list(names)
 
     def likeness(name: str) -> float:
         return difflib.SequenceMatcher(None, word.lower(), name.lower()).ratio()
 
-    # A stable sort, so that equally similar names keep their order.
+    # A stable sort keeps the order of equally similar names.
     known.sort(key=likeness, reverse=True)
     shown, more = known[:NAMES_SHOWN_MAX], len(known) - NAMES_SHOWN_MAX
     return ", ".join(shown) + (f" or {more} more" if more > 0 else "")
 
 
 _INSTEAD = {"faults.step": "call"}
-"""Fields that users look for in a table, with the right fields, if the names are not similar."""
+"""Right fields for wrong names that users try, if the two are not similar."""
 
 
 def meant_path(loc: Sequence[str | int]) -> str | None:
-    """Return the full path of the field that an unknown field probably stands for.
+    """Return the path of the field that an unknown field probably means.
 
-    Fields in the same table come first, then a field with the same name in another table.
+    Look for a similar name in the same table, then for the same name in another table.
     """
     *parents, last = loc
     word = str(last)
     record = type_at(parents) if parents else Scenario
     if isinstance(record, type) and is_table(record):
-        # `matrix` is no field of a scenario, but a table of the file.
+        # `matrix` is not a field of a scenario, but a table of the file.
         names = [*fields_of(record), *(() if parents else ("matrix",))]
         table = ".".join(str(part) for part in parents if isinstance(part, str))
-        # A typing mistake is likelier than a field in a wrong table.
+        # A typing mistake is likelier than a field in the wrong table.
         near = _INSTEAD.get(f"{table}.{word}") or closest(word, names)
         if near:
             return path_of((*parents, near))
     if any(isinstance(part, int) for part in parents):
-        return None  # A field of one of several entries cannot move to another table.
+        return None  # A list entry's field cannot move to another table.
     elsewhere = [path for path in field_paths() if path.rpartition(".")[2] == word]
     return elsewhere[0] if elsewhere else None
 
@@ -101,7 +101,7 @@ def for_unknown(loc: Sequence[str | int]) -> str:
         record = type_at(parents) if parents else Scenario
         known = fields_of(record) if isinstance(record, type) and is_table(record) else {}
         names = ", ".join(f"`{name}`" for name in known)
-        # Nothing is similar, so list all fields of the table.
+        # No name is similar, so list all fields of the table.
         return f"{f'[{here}]' if here else 'A scenario'} takes {names}."
     table, _, name = meant.rpartition(".")
     if table == here:
@@ -111,17 +111,17 @@ def for_unknown(loc: Sequence[str | int]) -> str:
 
 
 def for_path(path: str) -> str:
-    """Return the suggestion for a dotted path of no field."""
+    """Return the suggestion for a dotted path without a field."""
     near = closest(path, field_paths())
     if near is None:
         word = path.rpartition(".")[2]
-        # The right name in a wrong table.
+        # Perhaps the right name in the wrong table.
         near = next((known for known in field_paths() if known.rpartition(".")[2] == word), None)
     return f"Did you mean `{near}`?" if near else "Try a path such as `world.size`."
 
 
 def for_type(expected: object, value: object, *, path: str) -> str:
-    """Return the suggestion for a value of the wrong type or outside a field's choices."""
+    """Return the suggestion for a value with the wrong type or outside the choices."""
     return _rewrite(expected, value, path=path) or _fallback(path)
 
 
@@ -133,7 +133,7 @@ def for_missing(path: str) -> str:
 def _fallback(path: str) -> str:
     if path.startswith("model.shapes"):
         return "Try shapes such as [[3], [2, 4]]."
-    # Omitting the field is always valid if it has a default.
+    # A field with a default may always be omitted.
     default = default_at(path)
     if default is None:
         return for_missing(path) or "Leave it out for none."
@@ -141,14 +141,14 @@ def _fallback(path: str) -> str:
 
 
 def _rewrite(expected: object, value: object, *, path: str) -> str:
-    """Return the value as it was probably meant."""
+    """Return a remedy that writes the value as it was probably meant; empty if unclear."""
     choices = choices_of(expected)
-    # A choice comes first: `stage = "1"` is a choice in quotes.
+    # Choices first, because `stage = "1"` is a choice in quotes.
     if choices:
         return _for_choice(choices, value)
     if is_table(expected):
         return f"Write its fields under [{path}]."
-    # bool is a subclass of int, so it is excluded by name.
+    # Exclude bool, which is a subclass of int.
     if expected is str and isinstance(value, int | float) and not isinstance(value, bool):
         return f'Write "{value}", in quotes.'
     if expected is bool and str(value).lower() in {"true", "false"}:
@@ -161,7 +161,7 @@ def _rewrite(expected: object, value: object, *, path: str) -> str:
 
 
 def ordered_choices(expected: object, value: object) -> tuple[object, ...]:
-    """Return the choices of a `Literal` field, the most similar to `value` first."""
+    """Return the choices of a `Literal` field, with the most similar to `value` first."""
     choices = choices_of(expected)
     near = closest(value, [str(choice) for choice in choices]) if isinstance(value, str) else None
     return tuple(sorted(choices, key=lambda choice: str(choice) != near)) if near else choices
@@ -184,13 +184,13 @@ def _for_number(expected: object, value: object) -> str:
             number = float(value)
         except ValueError:
             return ""
-    # An integer in quotes has become a float above; a bool is no number here.
+    # An integer in quotes is a float by now, and an integer without quotes is valid.
     if isinstance(number, bool) or not isinstance(number, float):
         return ""
-    # Beyond 2^53, floats are not exact, so the meant integer is unknown.
+    # Floats beyond 2^53 are not exact, so the intended integer is unknown.
     whole = number.is_integer() and abs(number) < 2**53
     if expected is int and not whole:
         return ""
-    # `2.0` is meant as 2.
+    # `2.0` means 2.
     written = str(int(number)) if whole else str(value)
     return f"Write {written}, without quotes." if isinstance(value, str) else f"Write {written}."

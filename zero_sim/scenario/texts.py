@@ -1,6 +1,6 @@
-"""Rules for the strings of a scenario: their length, and characters that they may not contain.
+"""Rules for a scenario's strings: length and allowed characters.
 
-Strings are printed in reports and on terminals, and are used in names of files.
+Reports and terminals print these strings, and file names contain them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.untrusted import printable
 
 NAME_CHARS_MAX = 1_000
-"""Most characters of a name, a case id, and every string but descriptions."""
+"""Most characters in a name, a case id, and every string except the description."""
 DESCRIPTION_CHARS_MAX = 10_000
-"""Most characters of a description."""
+"""Most characters in the description."""
 
 _UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
-"""Unicode categories of control and format characters, lone surrogates and line separators."""
+"""Unicode categories: control and format characters, lone surrogates, line separators."""
 
 
 def check_texts(scenario: Scenario) -> Iterator[Problem]:
-    """Check all strings of a scenario."""
+    """Check a scenario's strings."""
     for field in _paths(Scenario):
         for path, text in values_at(scenario, field):
             if isinstance(text, str):
@@ -34,26 +34,26 @@ def check_texts(scenario: Scenario) -> Iterator[Problem]:
 
 
 def check_case_id(case_id: str, *, named: bool) -> Iterator[Problem]:
-    """Check a case id, made from the file's `name` or stem and the values of its matrix.
+    """Check a case id.
 
     Args:
-        case_id: The id of a case.
+        case_id: `name` or stem of the file, with values of the matrix.
         named: True if the file contains `name`.
     """
     if named:
         yield from _check("name", case_id, what="case id")
         return
-    # The id comes from the file's name, so the remedy is to rename the file.
+    # The id comes from the file's name, so renaming the file is a remedy.
     for problem in _check("", case_id, what="file name without name = ..."):
         yield dataclasses.replace(problem, suggestion="Rename the file, or write name = ... in it.")
 
 
 @functools.cache
 def _paths(record: type, prefix: str = "") -> tuple[str, ...]:
-    """Return the paths of all string fields without choices, also within lists."""
+    """Return the paths of all string fields without choices, including list entries."""
     found: list[str] = []
     for name, expected in fields_of(record).items():
-        # The entry's type of a list. A `Literal` gives a choice, which is no type.
+        # For a list, the type of its entries. A `Literal` gives a choice, which is no type.
         inner = (typing.get_args(expected) or (expected,))[0]
         if is_table(inner):
             assert isinstance(inner, type)
@@ -64,7 +64,7 @@ def _paths(record: type, prefix: str = "") -> tuple[str, ...]:
 
 
 def _check(path: str, text: str, *, what: str = "string") -> Iterator[Problem]:
-    # The usual case, which is much faster than looking up each character's category.
+    # A shortcut for most strings: looking up each character's category is much slower.
     if len(text) <= NAME_CHARS_MAX and text.isprintable():
         return
     is_description = path == "description"

@@ -1,4 +1,4 @@
-"""Sizes of model `tp-block`, and conditions for splitting it over tensor-parallel ranks."""
+"""Sizes of model `tp-block`, and conditions under which tensor-parallel ranks can split it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from zero_sim.scenario.spec import Scenario
 
 POSITIONS: Final = 4
 """Positions in a row."""
-# A rank needs whole heads, because attention is computed within a head.
+# A rank needs whole heads, because attention stays within a head.
 HEAD_ELEMS: Final = 2
 """Features of an attention head."""
 INNER: Final = 2
 """Width of the inner layer, as a multiple of `model.hidden`."""
 SHARED: Final = "positions.weight"
 """The only param that every tensor-parallel rank has whole."""
-# Bits including the implicit one: whole numbers up to 2^bits are exact.
+# With the implicit bit: all integers up to 2^bits are exact.
 _SIGNIFICAND_BITS = {"fp32": 24, "bf16": 8, "fp16": 11}
 
 
@@ -25,36 +25,36 @@ def is_tp_block(scenario: Scenario) -> bool:
 
 
 def part_ending(index: int) -> str:
-    """Return the name ending of params that only tensor-parallel ranks of an index have."""
+    """Return the name ending of params that only one tensor-parallel index has."""
     return f".part{index}"
 
 
 def rows_of(scenario: Scenario, *, rank: int) -> int:
-    """Return the rows in a micro-batch of a group rank, as its workload draws them."""
+    """Return the number of rows in a micro-batch that the workload draws for a group rank."""
     data = scenario.data
-    # With the same data on all ranks, all have rank 0's rows.
+    # With the same data on all ranks, all ranks have rank 0's rows.
     return data.rows + (rank % 3 if data.uneven_rows and data.ranks == "distinct" else 0)
 
 
 def activation_elems(scenario: Scenario, *, rows: int) -> int:
-    """Return the elements between two blocks, in a micro-batch: rows x positions x hidden."""
+    """Return the number of elements between two blocks, [rows, positions, hidden]."""
     return rows * POSITIONS * scenario.model.hidden
 
 
 def terms_max(scenario: Scenario) -> int:
-    """Return the most terms of -1, 0 or 1 that a layer adds, forward or backward.
+    """Return the largest number of terms (-1, 0 or 1) that a layer adds, forward or backward.
 
-    The sum is exact in the working dtype if the dtype has all whole numbers up to this.
+    A sum is exact in the working dtype if the dtype has all integers up to this number.
     """
     rows = scenario.data.rows + (2 if scenario.data.uneven_rows else 0)
     width = scenario.model.hidden
-    # Inputs of `down`; outputs of query, key and value, whose gradients of x are added; rows and
-    # positions in the gradient of a weight; one more for the residual.
+    # In this order: inputs of `down`; gradients of x through query, key and value; rows x positions
+    # in a weight's gradient; attention within a head. 1 more for the residual.
     return max(INNER * width, 3 * width, rows * POSITIONS, POSITIONS * HEAD_ELEMS) + 1
 
 
 def is_exact(scenario: Scenario) -> bool:
-    """Return True if no sum of a layer is rounded, so that a split changes no bit."""
+    """Return True if no layer rounds a sum, so that a split changes no bit."""
     return terms_max(scenario) <= 2 ** _SIGNIFICAND_BITS[scenario.model.dtype]
 
 
