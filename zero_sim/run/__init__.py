@@ -1,4 +1,4 @@
-"""Running of one case: scenario and target in, verdict with findings out."""
+"""Running of a case: scenario and target in, verdict and findings out."""
 
 from zero_sim.findings.records import CaseResult, Finding, Verdict
 

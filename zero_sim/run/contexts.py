@@ -1,4 +1,4 @@
-"""Judges and references for the dp-cp groups of a world, built before its ranks start."""
+"""Judges and references for a world's dp-cp groups, built before ranks start."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class View:
     """View of a world from one process."""
 
     rank: int | None = None
-    """World rank that this process observes. None if it observes all."""
+    """World rank that this process observes; None for all ranks."""
     calls_made: Callable[[], int] | None = None
     """Counter of calls, as for `Judge`."""
     wired: SharedSteps | None = None
-    """Steps that one process computes for all. None if this process has all ranks."""
+    """Steps that one process computes for all; None if this process has all ranks."""
     trajectories: Trajectories | None = None
-    """Steps that references of earlier cases computed. None if none are kept."""
+    """Steps computed by references in earlier cases; None to keep none."""
     explainer: str = ""
     """As for `JudgedGroup`."""
 
@@ -46,15 +46,15 @@ def build_contexts(
     added_in: str | None,
     view: View,
 ) -> Sequence[GroupContext]:
-    """Build the context of every dp-cp group of a segment's world. Their judges share a norm.
+    """Build the contexts of all dp-cp groups in a segment's world. Their judges share a norm.
 
     Args:
         segment: The steps to judge, and their world.
-        references: References by group index, from the world before. Left for the next world as
-            they are when its save begins.
+        references: References by group index. Contains those of the previous world; receives those
+            that the next world continues.
         target: The system under test.
         device: Device of the references.
-        added_in: Order in which the backend adds; None for the order that the case names.
+        added_in: Order in which the backend adds; None for the case's order.
         view: View of the world from this process.
 
     Raises:
@@ -98,7 +98,7 @@ def build_contexts(
             reference=reference,
             order_seed=segment.scenario.run.seed,
             observed=observed,
-            # Memory that leaks per step shows after the second step.
+            # The second step, because a leak per step shows only then.
             weighed_step=min(segment.start + 1, segment.stop - 1),
             calls_made=view.calls_made,
             after_step=partial(_keep_for_reload, segment, references, index),
@@ -116,16 +116,16 @@ def _built(
     *,
     trajectory: Trajectory | None,
 ) -> AnyReference | LateReference:
-    """Build the reference of a group, or one that is late because a trajectory has its steps.
+    """Build a group's reference, or a late reference if a trajectory has its steps.
 
     Args:
         build: Builds a reference, or continues an earlier one.
-        references: References by group index. A case with a trajectory has one world only.
+        references: References by group index. A case with a trajectory has only one world.
         index: Index of the group.
-        trajectory: Steps of earlier cases of a family.
+        trajectory: Steps of a family's earlier cases; None to share none.
     """
     if trajectory is None:
-        # The reference of the world before, if any, continues.
+        # Continue the previous world's reference, if any.
         reference = references[index] = build(before=references.get(index))
         return reference
 
@@ -134,7 +134,7 @@ def _built(
         assert isinstance(reference, Reference)
         return reference
 
-    # An earlier case has built a reference: this one is only built if something differs.
+    # An earlier case of the family has built a reference, so build this only if a value differs.
     if index in trajectory.held:
         return LateReference(build=build_exact, held=trajectory.held[index])
     reference = build_exact()
@@ -149,12 +149,11 @@ def _places_of(rank: int | None, ranks: Sequence[int]) -> list[int]:
 def _trajectory_of(
     segment: Segment, trajectories: Trajectories, *, target: Target
 ) -> Trajectory | None:
-    """Return the trajectory for all inputs of these groups' steps; None if layouts change steps."""
+    """Return the trajectory for all inputs of the steps; None if bits depend on the layout."""
     keys = []
     for group in dp_cp_groups_of(segment.scenario):
         numerics = numerics_of(target, group.scenario)
-        # A norm of shards, or an order that depends on positions, gives other bits in another
-        # layout.
+        # In another layout, a norm over shards or an order by positions gives other bits.
         by_layout = numerics.norm != "of-elements"
         if by_layout or group.scenario.world.order not in POSITION_FREE:
             return None
@@ -165,18 +164,18 @@ def _trajectory_of(
 
 
 def _can_share(segment: Segment, *, target: Target) -> bool:
-    """Return True if digests of the reference's steps suffice while they match."""
+    """Return True if digests of the reference's steps suffice as long as they match."""
     scenario = segment.scenario
-    # A reference that continues in another world must have taken the steps before.
+    # A reference that continues in another world must itself have taken the steps before.
     is_all = segment.load is None and segment.save is None
-    # Bounds, one device and drawn weights need the reference's tensors, not only digests.
+    # Bounds, `one_device` and drawn weights need the reference's tensors, not only digests.
     is_plain = scenario.world.order_known and not scenario.expect.one_device
     is_plain &= not draws_weights(target)
     return (
         is_all
         and is_plain
         and all(
-            # A reported norm is an input of the step, so each reference must take it.
+            # A reported norm is an input of the step, so each case has its own steps.
             numerics_of(target, each.scenario).norm != "told"
             for each in dp_cp_groups_of(scenario)
         )
@@ -186,10 +185,10 @@ def _can_share(segment: Segment, *, target: Target) -> bool:
 def _keep_for_reload(
     segment: Segment, references: MutableMapping[int, AnyReference], index: int, step: int
 ) -> None:
-    """Leave a copy for the next world if an asynchronous save begins after a step.
+    """Keep a copy of the reference for the next world if an asynchronous save begins now.
 
-    The copy does not use modules, because `continue_as` rebuilds them.
+    Only the values of the copy are used, because `continue_as` rebuilds its modules.
     """
-    # This reference trains on, but the next world starts from the save.
+    # This reference trains on during the save, but the next world starts from the checkpoint.
     if step + 1 == segment.save_step:
         references[index] = deepcopy(references[index])

@@ -1,7 +1,7 @@
-"""dp-cp groups of a world: each trains its own params.
+"""dp-cp groups of a world.
 
-Each group has its own judge and reference. They share two things: the norm is over the params of
-all dp-cp groups, and an overflow in one counts for all.
+Each group trains its own params, and has its own judge and reference. Groups share two things: the
+norm is over the params of all groups, and an overflow in any group counts for all.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.scenario.tp_block import is_tp_block, part_ending
 from zero_sim.sim import CollectiveRecord
 
-# A prime, far larger than the number of groups, so that seeds of groups do not collide.
+# A large prime, so that cases with nearby seeds have no group seed in common.
 _SEED_STRIDE = 1_000_003
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DpCpGroup:
-    """One dp-cp group."""
+    """A dp-cp group."""
 
     ranks: tuple[int, ...]
-    """World ranks of its members, in group order."""
+    """World ranks by group rank."""
     scenario: Scenario
-    """The case of this group alone: its size, its seed, its ranks counted from 0."""
+    """Case of this group alone, with its size and seed, and ranks counted from 0."""
     uncounted: tuple[str, ...] = ()
     """Name endings of params that another dp-cp group counts in the norm."""
     tp_index: int = 0
     """Tensor-parallel index of its ranks."""
     elsewhere: tuple[str, ...] = ()
-    """Name endings of params that one device has, but only ranks of other groups train."""
+    """Name endings of params that the reference has, but that only other groups train."""
 
 
 def dp_cp_groups_of(scenario: Scenario) -> tuple[DpCpGroup, ...]:
@@ -44,12 +44,12 @@ def dp_cp_groups_of(scenario: Scenario) -> tuple[DpCpGroup, ...]:
         tp=spec.tp, cp=spec.cp, pp=spec.pp, dp=scenario.world.size // parts, order=spec.order
     )
     groups = topology.dp_cp_groups()
-    # Without other groups the case is unchanged, seed included.
+    # A single group has the case itself, with the same seed.
     if len(groups) == 1:
         return (DpCpGroup(ranks=groups[0], scenario=scenario),)
     if is_tp_block(scenario):
-        # A split model is one model: all groups have the same data and seed, and each group's
-        # reference has all parts.
+        # All groups train parts of a single model, so they have the same data and seed, and each
+        # group's reference has all parts.
         return tuple(_part(scenario, ranks, groups, topology=topology) for ranks in groups)
     return tuple(
         DpCpGroup(
@@ -68,17 +68,14 @@ def _part(
     *,
     topology: Topology,
 ) -> DpCpGroup:
-    """Return a part of one model, with the data of all parts.
-
-    One device has the weights of all parts, so the reference of each group has them too.
-    """
+    """Return a group that trains a part of a split model, with the data of all parts."""
     place = topology.coordinates(ranks[0])
     others = (index for index in range(topology.tp) if index != place["tp"])
     elsewhere = tuple(part_ending(index) for index in others)
     nan = scenario.data.nan
     if nan is not None:
         at = next((g.index(nan.rank) for g in groups if nan.rank in g), None)
-        # A rank may exist only before a checkpoint, or only after it.
+        # The NaN's rank may exist only before, or only after, the checkpoint.
         nan = None if at is None else replace(nan, rank=at)
     return DpCpGroup(
         ranks=ranks,
@@ -87,7 +84,7 @@ def _part(
             world=replace(scenario.world, size=len(ranks)),
             data=replace(scenario.data, nan=nan),
         ),
-        # Params of other parts are in this reference, but other groups count them.
+        # This reference also has the params of other parts, but other groups count them.
         uncounted=(*_copies_at(scenario, place), *elsewhere),
         tp_index=place["tp"],
         elsewhere=elsewhere,
@@ -95,21 +92,21 @@ def _part(
 
 
 def _copies_at(scenario: Scenario, place: Mapping[str, int]) -> tuple[str, ...]:
-    """Return name endings of params that the first tp or pp rank counts in the norm."""
+    """Return name endings of params that ranks at this place do not count in the norm."""
     spec = scenario.topology
-    # Index 0 counts the copy, all other indices skip it.
+    # Only index 0 counts a copy.
     return (*(spec.shared if place["tp"] else ()), *(spec.tied if place["pp"] else ()))
 
 
 def _as_seen_by(scenario: Scenario, ranks: Sequence[int], index: int) -> Scenario:
     nan = scenario.data.nan
     if nan is not None:
-        # World rank to group rank; a NaN in another group does not concern this one.
+        # From world rank to group rank. A NaN in another group does not matter here.
         nan = replace(nan, rank=ranks.index(nan.rank)) if nan.rank in ranks else None
     return replace(
         scenario,
         world=replace(scenario.world, size=len(ranks)),
-        # Another seed for each group, because their params and data are unrelated.
+        # Each group has another seed, because groups have unrelated params and data.
         run=replace(scenario.run, seed=(scenario.run.seed + index * _SEED_STRIDE) % 2**63),
         data=replace(scenario.data, nan=nan),
     )
@@ -118,19 +115,19 @@ def _as_seen_by(scenario: Scenario, ranks: Sequence[int], index: int) -> Scenari
 def check_crossing(
     records: Iterable[CollectiveRecord], dp_cp_groups: Sequence[DpCpGroup]
 ) -> Iterator[Finding]:
-    """Check that collectives join ranks of one dp-cp group, or one group rank in all dp-cp groups.
+    """Check that collectives stay within a dp-cp group or a model-parallel group.
 
-    Ranks at one group rank agree on norm and overflow. No other data may pass between groups. A
-    barrier moves no data and may join any ranks.
+    Model-parallel groups agree on norm and overflow. No other data may pass between dp-cp groups. A
+    barrier moves no data, so it may join any ranks.
     """
     homes = [set(dp_cp_group.ranks) for dp_cp_group in dp_cp_groups]
-    # Model-parallel groups: one group rank of every dp-cp group.
+    # A model-parallel group has one rank of every dp-cp group.
     homes += [
         set(ranks)
         for ranks in zip(*(dp_cp_group.ranks for dp_cp_group in dp_cp_groups), strict=True)
     ]
     for record in records:
-        # With one group, every set of ranks trains the same params.
+        # In a single group, all ranks train the same params.
         if record.kind == "barrier" or len(dp_cp_groups) == 1:
             continue
         if not any(home.issuperset(record.group_ranks) for home in homes):

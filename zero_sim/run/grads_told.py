@@ -1,8 +1,8 @@
-"""Point of the step at which a target reports gradients, inferred if it declares none.
+"""Inference of the point in a step at which a target reports gradients.
 
-A target without a declared point is first judged as if it reported sums. At the first reduced
-gradient that differs, small cases decide between the sum, the mean and the clipped gradient, once
-per target. A point fits only if gradients and params match, and the division is observed.
+A target without a declared point is first judged as if it reported sums. If a reduced gradient
+differs, small cases decide between sum, mean and clipped gradient, once per target. A point fits
+only if gradients and params match, and the division is observed.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from zero_sim.targets.adapt import GRADIENTS
 from zero_sim.targets.numerics import GradsTold
 from zero_sim.workloads import EXACT_MODELS
 
-# Small, so that every gradient is clipped and the clipped one differs from the mean.
+# Small, so that every gradient is clipped, and differs from the mean.
 _CLIP_NORM = 0.01
 
 Point = MutableSequence[GradsTold | None]
-"""The inferred point of a target, None if none fits; empty before the inference."""
+"""A target's inferred point as the only entry, None if none fits; empty before the inference."""
 Judge = Callable[[Scenario, GradsTold | None], CaseResult]
 
 
 class ToldAt:
-    """A target with a declared point.
+    """A target with a point added to its numerics.
 
     Args:
-        target: A target that declares none.
-        point: The point.
+        target: A target without a declared point.
+        point: Point at which it reports gradients.
     """
 
     def __init__(self, target: Target, point: GradsTold) -> None:
@@ -43,11 +43,11 @@ class ToldAt:
         self.name = target.name
 
     def __getattr__(self, name: str) -> Any:
-        # Everything else that the target declares.
+        # For everything else that the target declares.
         return getattr(self._target, name)
 
     def build(self, module: Any, **named: Any) -> Any:
-        """Build the engine of the target."""
+        """Build the target's engine."""
         return self._target.build(module, **named)
 
     def numerics(self, scenario: Scenario) -> Numerics:
@@ -58,24 +58,24 @@ class ToldAt:
 def judge_as_told(
     scenario: Scenario, *, judge: Judge, find: Callable[[], Target], known: Point
 ) -> CaseResult:
-    """Judge a case with the point that the target declares, or that fits it.
+    """Judge a case with the declared point of its target, or with the point that fits.
 
     Args:
         scenario: A case of the target.
-        judge: Judges any case of the target with a point; if None, with the declared one.
+        judge: Judges any case of the target with a point; None for the declared point.
         find: Returns the target; called if a gradient differs.
-        known: The inferred point, if any; filled in here.
+        known: The inferred point, if any; filled in by this function.
 
     Returns:
         The result, with a note on the point if it was inferred.
     """
     if not known:
         result = judge(scenario, None)
-        # Another first finding would not go away with another point.
+        # With another first finding, another point would not help.
         differs = bool(result.findings) and result.findings[0].check == Check.EQUALITY_GRAD
         if not differs or numerics_of(find(), scenario).grads_told is not None:
             return result
-        # At most once per target, also if no point fits.
+        # Infer at most once per target, even if no point fits.
         known.append(_work_out(find(), judge=judge))
         if known[0] is None:
             return result
@@ -84,7 +84,7 @@ def judge_as_told(
 
 
 def _work_out(target: Target, *, judge: Judge) -> GradsTold | None:
-    """Return the point that fits cases of 3 ranks, with SGD if possible; None if none does."""
+    """Return the point that fits cases with 3 ranks, with SGD if possible; None if none fits."""
     fitting: list[GradsTold] = []
     for case in _cases(target):
         try:
@@ -114,12 +114,12 @@ def _shows(result: CaseResult) -> bool:
 
 
 def _cases(target: Target) -> Iterator[Scenario]:
-    """Yield the plainest case that the target can run, and the same with clipping if possible."""
+    """Yield the plainest case that the target can run, then the same with clipping if possible."""
     able = capabilities_of(target)
     models: list[AnyModelName] = ["mlp", "params", *able.models]
     models = [name for name in models if name not in EXACT_MODELS]
     optimizers = [OptimizerSpec(name=name, lr=0.1) for name in able.optimizers]
-    # A step of SGD shows the size of a gradient; most others divide by it.
+    # A step of SGD shows the size of a gradient; most other optimizers divide by it.
     optimizers.sort(key=lambda optimizer: optimizer.name != "sgd")
     plain = (
         changed(
@@ -128,7 +128,7 @@ def _cases(target: Target) -> Iterator[Scenario]:
             system={"stage": stage},
             model={"dtype": dtype},
         )
-        # The first case that the target accepts, in the order of these loops.
+        # The order of these loops decides: the first case that the target accepts is taken.
         for optimizer in optimizers
         for dtype in able.dtypes
         for stage in able.stages

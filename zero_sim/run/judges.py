@@ -1,7 +1,7 @@
 """Judges of many cases, one at a time or several at once, on simulated or real ranks.
 
-The command line and pytest sessions get their judges here. Jobs run on processes with their own
-worlds, and results come in the order of the cases.
+The command line and pytest sessions use these judges. With jobs, each process has its own worlds,
+and results come in the order of the cases.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Chosen:
     keep_logs: bool = False
     """True if results contain event logs even if the case passes."""
     device: str = "cpu"
-    """Device of the simulated ranks and the reference: any device of torch."""
+    """Device of simulated ranks and references; any torch device."""
     target: str | None = None
     """System to judge instead of the scenarios' own: a registered name, or `module:name`, whose
     code is executed."""
@@ -54,12 +54,12 @@ class Chosen:
 def open_judge(
     chosen: Chosen, *, backend: Literal["sim", "gloo", "nccl"] = "sim"
 ) -> Iterator[Judge]:
-    """Open a judge of one case at a time.
+    """Open a judge that takes one case at a time.
 
     Worlds and workers are kept from case to case, so they are set up only once.
 
     Args:
-        chosen: Options for all cases; with real ranks only the explainer is read.
+        chosen: Options for all cases; real ranks use only the explainer.
         backend: Carries the collectives.
 
     Raises:
@@ -89,10 +89,10 @@ def open_judge(
 
 
 class JobsJudge:
-    """Judges several cases at a time, on its own processes.
+    """Judge of several cases at a time, on its own processes.
 
-    Call it once per case, in the order of `scenarios`. A process that dies costs only its current
-    case.
+    Call it once per case, in the order of `scenarios`. If a process dies, only its current case is
+    lost.
 
     Args:
         scenarios: The cases.
@@ -107,13 +107,13 @@ class JobsJudge:
     def __init__(self, scenarios: Sequence[Scenario], *, jobs: int, chosen: Chosen) -> None:
         check_device(chosen.device)
         if chosen.target is not None:
-            # Once here, so that a wrong name is an error before any process starts.
+            # Import here, so that a wrong name is an error before any process starts.
             import_target(chosen.target)
         # A case only starts while the result of the next one is requested.
         tasks = [(scenario, chosen) for scenario in scenarios]
         self._ended = share_out(_judge, tasks, jobs=jobs)
         self._early_results: dict[int, Future[bytes]] = {}
-        """Results by index of cases that ended before an earlier one."""
+        """Results of cases that ended before an earlier case, by index."""
         self._returned_count = 0
 
     def __enter__(self) -> Self:
@@ -126,21 +126,21 @@ class JobsJudge:
         """Return the result of the next case.
 
         Raises:
-            ZeroSimError: Raised by the judge in the other process.
+            ZeroSimError: The judge in the other process raised it.
         """
         place = self._returned_count
         self._returned_count += 1
-        # Processes end in any order; keep results of later cases.
+        # Cases end in any order, so keep results of later cases.
         while place not in self._early_results:
             ended, future = next(self._ended)
             self._early_results[ended] = future
         try:
             answer: _Outcome = pickle.loads(self._early_results.pop(place).result())
-        # The process died, for instance by a segmentation fault in a library.
+        # The process died, for example by a segmentation fault in a library.
         except BrokenExecutor as error:
             return _died(scenario, error)
         if answer.result is None:
-            # With its exit status, so that the command ends as it would without processes.
+            # Keep the exit status, so that the command ends as it would without jobs.
             raise _RemoteError(answer.error, exit_status=answer.exit_status)
         return answer.result
 
@@ -165,7 +165,7 @@ class _RemoteError(ZeroSimError):
 
 def _judge(scenario: Scenario, chosen: Chosen) -> bytes:
     """Judge a case in a process of its own pool; return a pickled `_Outcome`."""
-    # Otherwise the output of a model would be mixed with the results of other cases.
+    # A model's output must not mix with results on stdout.
     sys.stdout = sys.stderr
     started = time.perf_counter()
     try:
@@ -175,13 +175,14 @@ def _judge(scenario: Scenario, chosen: Chosen) -> bytes:
     except Exception as error:  # noqa: BLE001
         seconds = time.perf_counter() - started
         answer = _Outcome(result=unforeseen(error, id=scenario.name, seconds=seconds))
-    # As bytes, because torch would share a finding's tensors in memory, with two open files each.
+    # Pickle here, because torch would share a finding's tensors in memory, with two open files
+    # each.
     return pickle.dumps(answer)
 
 
 @cache
 def _kept_worlds(chosen: Chosen) -> Judge:
-    # Kept until the process ends.
+    # Never closed, because worlds are kept until the process ends.
     return ExitStack().enter_context(open_judge(chosen))
 
 

@@ -1,4 +1,4 @@
-"""Cases with a second layout, which must give the same state bit for bit."""
+"""Runs of a case's second layout, which must give the same state bit for bit."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def record_layout(
         judge: Judges a case on simulated ranks.
 
     Returns:
-        Params and state after each step, and the result if the second layout has findings of its
-        own or could not run.
+        Params and state after each step, and the result if the second layout itself has findings or
+        cannot run.
     """
     record = Record()
-    # Expected findings belong to the case, not to its second layout.
+    # An expected finding belongs to the case, not to its second layout.
     expect = ExpectSpec(nonzero_min=scenario.expect.nonzero_min)
     other = replace(other_layout(scenario), expect=expect)
     result = judge(other, Recording(target, record))
-    # A layout that cannot run is an error of the case.
+    # If a layout cannot run, neither can the case.
     if result.verdict == "error":
         return record, result
     found = result.findings if result.verdict == "fail" else ()
     if scenario.optimizer.name == "own" and not has_own_rule(target):
-        # The target declares no update rule, so one layout alone cannot check its updates.
+        # Without a declared update rule, a single layout cannot check updates.
         found = tuple(each for each in found if each.check not in _UPDATED)
     if not found:
         return record, None
@@ -49,5 +49,5 @@ def record_layout(
 
 def _of_second(finding: Finding) -> Finding:
     line = "found in the second layout of the pair"
-    # In the detail, because messages decide which findings are the same.
+    # In the detail, because findings with equal messages count as the same.
     return replace(finding, detail=f"{line}\n{finding.detail}".rstrip())

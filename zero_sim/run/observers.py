@@ -1,4 +1,4 @@
-"""Observers of one rank, chosen once from the case."""
+"""Observers of a rank, chosen once per case."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from zero_sim.targets import (
 from zero_sim.targets.costs import CostCase, Costs, form_of
 
 _WHOLE = "whole "
-"""Prefix of names in `Costs.held` that bound memory within a step."""
+"""Prefix of names in `Costs.held` that limit memory within a step, not between steps."""
 
 
 class BareModule:
@@ -50,8 +50,8 @@ class BareModule:
 
     Args:
         module: The module.
-        read_step: Step in which the params that forwards read are recorded; None for none.
-        rank_time: Timer of the harness's blocks.
+        read_step: Step in which to record the params that forwards read; None for none.
+        rank_time: Keeps the harness's time out of the world's clock.
     """
 
     def __init__(self, module: nn.Module, *, read_step: int | None, rank_time: RankTime) -> None:
@@ -72,7 +72,7 @@ class Watched:
 
     judge: Judge
     rank: int
-    """Rank in the dp-cp group of the judge."""
+    """Group rank in the judge's dp-cp group."""
     engine: EngineAdapter
     rank_time: RankTime
 
@@ -85,27 +85,30 @@ def choose_observers(
     costs: Costs,
     clock: Clock | None,
 ) -> tuple[Observers, RankNotes]:
-    """Choose the observers of a rank, and set their hooks after those of its engine.
+    """Choose a rank's observers, and set their hooks, which run after the engine's hooks.
 
     Args:
         bare: The module before the engine wrapped it.
         watched: The rank, its engine and its judge.
         scenario: The case of the rank's dp-cp group.
         costs: Costs that the target declares.
-        clock: Time of the event log; None if there is no log.
+        clock: Clock of the event log; None without a log.
+
+    Returns:
+        The observers, and notes for the judge.
     """
     rank, module = watched.rank, bare.module
     costed = watched.engine.costed if costs.held == "textbook" else None
     own_bytes = _own_bytes(costs, bare, scenario=watched.judge.group.scenario, rank=rank)
     whole = {name: most for name, most in (own_bytes or {}).items() if name.startswith(_WHOLE)}
     look = _look_at(watched.engine) if whole else None
-    # Hooks cost time, so each is set only if a check reads it.
+    # Hooks cost time, so set them only if a check reads their records.
     overlaps = overlaps_grads(scenario.system) or overlaps_params(scenario.system)
     traces = clock if overlaps and costs.in_flight == "textbook" else None
     is_hooked = traces is not None or bare.reads is not None or bool(whole) or _has_peaks(scenario)
     hook_trace: HookTrace | None = None
     with watched.rank_time.harness():
-        # Listing hooks takes noticeable time in a small case, so only if some are set.
+        # Listing hooks takes noticeable time in a small case, so list them only if needed.
         before = hooks_of(module) if is_hooked else frozenset[Hook]()
         if traces is not None:
             hook_trace = record_hooks(module, names=bare.names, clock=traces)
@@ -118,9 +121,9 @@ def choose_observers(
         if bare.reads is not None:
             bare.reads.watch()
         recorders = [each for each in (hook_trace, memory, bare.reads) if each is not None]
-        # The harness's hooks must not count as left behind by the engine.
+        # Hooks of the harness must not count as left behind by the engine.
         own_hooks = hooks_of(module) - before if is_hooked else frozenset[Hook]()
-    # Values within a step are checked by the memory recorder, all others between steps.
+    # The memory recorder checks values within a step; the judge checks all others between steps.
     notes = RankNotes(
         sizes=bare.sizes,
         held_sizes=bare.held_sizes,
@@ -132,15 +135,15 @@ def choose_observers(
         reads=bare.reads,
     )
     unwrapping = UnwrapObserver(watched, note=bare.note, own_hooks=own_hooks)
-    # Unwrapping is last, because afterwards the engine has no module to observe.
+    # Unwrapping comes last, because it leaves no engine to observe.
     return Observers([*recorders, JudgeObserver(watched), unwrapping]), notes
 
 
 def _look_at(engine: EngineAdapter) -> Look:
-    """Return the engine's method that reports memory of whole tensors.
+    """Return the engine's method that reports memory of unsharded tensors.
 
     Raises:
-        ProtocolError: The engine has none.
+        ProtocolError: The engine has no such method.
     """
     if isinstance(engine.costed, PeakEngine):
         return engine.costed.whole_bytes
@@ -153,11 +156,11 @@ def _look_at(engine: EngineAdapter) -> Look:
 def _watch_memory(
     bare: BareModule, costed: CostedEngine, *, scenario: Scenario, watched: Watched
 ) -> MemoryRecorder | None:
-    """Record memory within a step if closed forms depend on it; None if none does."""
+    """Return a recorder of memory within a step; None if no closed form depends on it."""
     system, rank, step = scenario.system, watched.rank, watched.judge.weighed_step
     recorder = MemoryRecorder(step)
     at: dict[str, Any] = {"scenario": scenario, "rank": rank}
-    # Three closed forms: peaks of whole tensors, the step buffer, activation checkpoints.
+    # Three closed forms: peaks of unsharded tensors, step buffer, activation checkpoints.
     if isinstance(costed, PeakEngine) and _has_peaks(scenario):
         recorder.look = costed.whole_bytes
         if system.reduce_buffer_elems is not None:
@@ -176,32 +179,32 @@ def _watch_memory(
 
 
 def _has_peaks(scenario: Scenario) -> bool:
-    """Return True if whole gradients or params come and go within a step."""
+    """Return True if unsharded gradients or params come and go within a step."""
     return scenario.system.stage >= 2 or scenario.system.reduce_buffer_elems is not None
 
 
 def _own_bytes(
     costs: Costs, bare: BareModule, *, scenario: Scenario, rank: int
 ) -> Mapping[str, int] | None:
-    """Return the bytes that a rank should hold by its target's own form; None without a form."""
+    """Return the bytes on a rank by the target's own form; None without such a form."""
     if costs.held is None or costs.held == "textbook":
         return None
-    # Not in a harness block: the target's code may raise, which is not the judge's failure.
+    # Not in a harness block, because the target's code may raise, which is no harness error.
     elems = {size.name: size.elems for size in bare.sizes}
     case = CostCase(scenario=scenario, rank=rank, elems=elems)
     return form_of(costs.held, case, name="held", kind=Mapping)
 
 
 class Observers:
-    """Observers of a rank by moment of the loop; see `Observer` for the moments.
+    """Observers of a rank, by moment in the training loop; see `Observer`.
 
     Args:
-        chosen: All observers. Methods that an observer only inherits do nothing and are not called.
+        chosen: All observers. Their inherited methods do nothing, so they are not called.
     """
 
     def __init__(self, chosen: Sequence[Observer]) -> None:
         def having(method: str) -> Sequence[Observer]:
-            # Chosen once, because these lists are walked for every micro-batch.
+            # Select here, because the loop walks these lists for every micro-batch.
             base = getattr(Observer, method)
             return [each for each in chosen if getattr(type(each), method) is not base]
 
@@ -218,7 +221,7 @@ class Observers:
 
 
 class JudgeObserver(Observer):
-    """Calls the judge for a rank; its time is not charged to the system.
+    """Calls the judge for a rank, and charges its time to the harness.
 
     Args:
         watched: The rank, its engine and its judge.
@@ -240,7 +243,7 @@ class JudgeObserver(Observer):
             it.judge.observe_evaluation(it.rank, step, trained, evaluated)
 
     def after_step(self, step: int, losses: Sequence[Tensor], result: StepResult) -> None:
-        """Judge everything but the working params."""
+        """Judge everything except the working params."""
         it = self._watched
         with it.rank_time.harness():
             it.judge.observe(it.rank, step, losses, result, it.engine)
@@ -266,14 +269,14 @@ class UnwrapObserver(Observer):
         self._note, self._own_hooks = note, own_hooks
 
     def at_end(self, step: int) -> None:
-        """Unwrap the module, if the engines of all ranks can."""
+        """Unwrap the module if the engines of all ranks can."""
         it = self._watched
         if not it.judge.group.ownership.can_unwrap:
             return
         with it.rank_time.harness():
-            # Copies, because unwrapping may free or change the engine's params.
+            # Copy them, because unwrapping may free or change the engine's params.
             held = {name: param.clone() for name, param in it.engine.params().items()}
-        # Unwrapping is the system's code, but only the harness calls it.
+        # The system's code, but only the harness needs the call.
         with it.rank_time.caused_by_harness():
             module = it.engine.unwrap()
         with it.rank_time.harness():

@@ -1,4 +1,4 @@
-"""`zero-sim run` on real processes: own workers, or processes that a launcher started."""
+"""`zero-sim run` on real processes: own workers, or the processes of a launcher."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from zero_sim.targets import import_target
 
 
 class Session(Protocol):
-    """Reporter of the results of cases."""
+    """Selection of cases, and report of their results."""
 
     junit: Path | None
-    """File for JUnit XML, if any. With several processes, one writes it."""
+    """File for JUnit XML, if any. Only one process writes it."""
 
     def select(self, cases: Sequence[Case], why_left_out: Callable[[Scenario], str]) -> list[Case]:
-        """Return the cases that a backend can judge."""
+        """Return the cases for which `why_left_out` has no reason."""
         ...
 
     def run(
@@ -53,27 +53,27 @@ def run_on_processes(
 
     Args:
         session: Reports the results.
-        cases: All selected cases; those that the backend cannot judge are left out.
+        cases: All selected cases. Cases that the backend cannot judge are omitted.
         backend: Carries the collectives.
         native: True if the backend adds in its own order, overriding the cases' order.
-        target: `module:name` of the system to judge, imported by every rank. None for the cases'
+        target: `module:name` of the system to judge, imported by every rank; None for the cases'
             own targets.
         explainer: As for `judges.Chosen`.
 
     Returns:
-        The exit status. In a launched process, this does not return: the process ends with the
-        status, which is the same on every rank.
+        The exit status. A launched process does not return, but ends with the status, which is the
+        same on every rank.
 
     Raises:
         UsageError: The target does not exist.
         EnvironmentProblem: This machine has no such backend, or too few devices.
     """
     if target is not None:
-        # A wrong name is reported once here, instead of by every rank in every case.
+        # Report a wrong name once, not by every rank in every case.
         import_target(target)
     named = {"target": target or "", "explainer": explainer}
     if not is_launched():
-        # Without a launcher: start own workers, on this machine.
+        # Without a launcher, start own workers on this machine.
         setup = own_setup(backend, native=native)
         chosen = session.select(cases, setup.why_left_out)
         return session.run(chosen, lambda: on_workers(setup, **named))
@@ -87,20 +87,20 @@ def run_on_processes(
             chosen = session.select(cases, setup.why_left_out)
             status = session.run(chosen, lambda: as_launched(setup, **named))
     except ZeroSimError as error:
-        # All ranks raise the same error. Rank 0 prints it.
+        # All ranks raise the same error, so rank 0 alone prints it.
         if not rank:
             raise
         status = error.exit_status
-    # Before ending the process without Python's own shutdown.
+    # Flush by hand, because the process ends without Python's own shutdown.
     sys.stdout.flush()
     sys.stderr.flush()
-    # An ordinary exit is aborted now and then by threads that torch leaves behind.
+    # Threads that torch leaves behind sometimes abort an ordinary exit.
     supervisor.end_process(status)
 
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Discard all output, because rank 0 prints it."""
+    """Discard all output, which rank 0 prints as well."""
     with (
         open(os.devnull, "w") as nowhere,
         contextlib.redirect_stdout(nowhere),

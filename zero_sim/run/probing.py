@@ -1,9 +1,9 @@
-"""Order probe of a case: measures how its communicators add gradients.
+"""Order probe: measures how the communicators of a case add gradients.
 
 The probe runs before the first step, after every rank has reported its gradients' layout. It
-measures each call that adds gradients, in its size, over its communicator. The arrangement of a
-NCCL communicator is recovered first and given to the judges. If a call adds differently from the
-arrangement, or from the model of the order, the case is not judged by that order.
+measures each call that adds gradients, with its size and communicator. For NCCL, it first recovers
+the communicator's arrangement, which judges use. If a call adds differently from the arrangement,
+or from the order's model, the case is not judged by this order.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from zero_sim.run.program import GroupContext
 from zero_sim.scenario.spec import Scenario
 
 OBSERVED_ELEMS_MAX = 4096
-"""Largest call whose order is fully observed if it differs from the model."""
+"""Largest call to observe in full if it differs from the model."""
 
 ARRANGED = ("nccl-ring",)
-"""Orders whose communicators have their own arrangements."""
+"""Orders in which each communicator has its own arrangement."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Group ranks decide the order of addition. Recent versions of torch sort ranks by default.
+# Recent versions of torch sort a new group's ranks, but group ranks decide the order of addition.
 _UNSORTED: dict[str, Any] = (
     {"sort_ranks": False} if "sort_ranks" in signature(dist.new_group).parameters else {}
 )
 
 
 class OrderDrift(ZeroSimError):
-    """A backend adds in another order than the model that a case relies on."""
+    """A backend adds in an order that differs from the model that a case relies on."""
 
     def __init__(self, drifts: Sequence[str]) -> None:
         self.drifts = tuple(drifts)
@@ -49,7 +49,7 @@ class OrderDrift(ZeroSimError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """Calls of one size that a case relies on."""
+    """Calls of a kind and size that a case relies on."""
 
     kind: Kind
     elems: int
@@ -63,7 +63,7 @@ class Known:
 
     arrangement: Arrangement | None = None
     verified: set[tuple[Need, str]] = field(default_factory=set)
-    """Calls that add as known, with the name of their dtype."""
+    """Calls known to add in this order, with the dtype's name."""
 
 
 def measure_orders(
@@ -75,12 +75,12 @@ def measure_orders(
     device: str,
     about: str,
 ) -> list[str]:
-    """Measure how all communicators of a case add, and give the result to its judges.
+    """Measure how a case's communicators add, and set the result in its judges.
 
     Args:
-        contexts: Contexts of the case, with facts of every rank.
+        contexts: Contexts of the case, with the facts of every rank.
         scenario: The case; its order is the backend's own.
-        real_rank: This process, inside or outside the world of the case.
+        real_rank: This process, inside or outside the case's world.
         process_count: Number of processes that take part.
         device: Device of the data.
         about: Name of this exchange within the case.
@@ -89,12 +89,12 @@ def measure_orders(
         The measured orders, in words.
 
     Raises:
-        OrderDrift: A call adds differently. Raised by all processes.
+        OrderDrift: A call adds differently. All processes raise it.
     """
     order = scenario.world.order
     found: list[list[Any]] = []
     needs = needs_of(contexts, order=order)
-    # In the same order on all processes, because making a group is a collective call.
+    # `needs` is sorted alike on all processes, because making a group is a collective call.
     for members, wanted in needs.items():
         known = real_rank.memory.setdefault(members, Known())
         new = [
@@ -103,7 +103,7 @@ def measure_orders(
             for dtype in _dtypes_of(scenario)
             if (need, str(dtype)) not in known.verified
         ]
-        # Verified by an earlier case: communicators of the same ranks add alike.
+        # An earlier case has verified these calls: communicators of the same ranks add alike.
         if not new:
             continue
         group = _group_of(members, inside=real_rank.rank < scenario.world.size)
@@ -113,18 +113,18 @@ def measure_orders(
             arrangement, drifts = look.at(known.arrangement, new)
             if real_rank.rank == members[0]:
                 told = None if arrangement is None else arrangement.as_dict()
-                # As plain lists, because exchanges are JSON.
+                # Plain lists, because exchanges are JSON.
                 found.append([list(members), told, drifts])
-        # The world's own group is still needed by the case.
+        # The case still needs the world's own group.
         if group is not None and group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    # Only the first rank of each communicator reports, and all processes learn the same.
+    # The first rank of each communicator reports, so that all processes know the same.
     all_found = real_rank.channel.exchange(found, size=process_count, about=about)
     drifts = []
     for ranks, told, wrong in (each for one in all_found for each in one):
         known = real_rank.memory[tuple(ranks)]
         known.arrangement = None if told is None else Arrangement.from_dict(told)
-        # Only verified calls are skipped in later cases.
+        # Later cases skip verified calls only.
         if not wrong:
             for need in needs[tuple(ranks)]:
                 known.verified |= {(need, str(dtype)) for dtype in _dtypes_of(scenario)}
@@ -139,7 +139,7 @@ def _set_arrangements(
     needs: Mapping[tuple[int, ...], Sequence[Need]],
     memory: Mapping[tuple[int, ...], Known],
 ) -> list[str]:
-    """Give the known arrangements to the judges; return them in words."""
+    """Set the known arrangements in the judges, and return them in words."""
     told = []
     for context in contexts:
         ranks = context.dp_cp_group.ranks
@@ -147,7 +147,7 @@ def _set_arrangements(
         for members in needs:
             seen = memory[members].arrangement
             if seen is not None and set(members) <= set(ranks):
-                # Judges count ranks within their group.
+                # Judges use group ranks.
                 arrangements[tuple(ranks.index(rank) for rank in members)] = seen
         context.judge.group.ownership.arrangements = arrangements
     for members in needs:
@@ -160,15 +160,12 @@ def _set_arrangements(
 def needs_of(
     contexts: Sequence[GroupContext], *, order: str
 ) -> dict[tuple[int, ...], tuple[Need, ...]]:
-    """Return the calls that add gradients, by the world ranks of their communicator.
-
-    Communicators of two ranks are omitted.
-    """
+    """Return the calls to measure, by world ranks of their communicator."""
     sites: dict[tuple[int, ...], set[SumSite]] = {}
     for context in contexts:
         ranks = context.dp_cp_group.ranks
         for members, site in context.judge.group.ownership.calls():
-            # Two addends have one order only.
+            # Two addends have only one order, so there is nothing to measure.
             if len(members) > 2:
                 sites.setdefault(tuple(ranks[rank] for rank in members), set()).add(site)
     return {
@@ -186,14 +183,14 @@ def _needs_of(sites: set[SumSite], *, size: int, order: str) -> Iterator[Need]:
     entries: list[set[int]] = [set() for _ in range(size)]
     for site in sites:
         if site.kind == "all_reduce":
-            # gloo adds a coalesced call as one.
+            # gloo adds coalesced calls like a single call.
             joined = site.joined_elems if order == "gloo" else None
             yield Need(kind="all_reduce", elems=joined or site.elems)
         elif site.kind == "reduce_scatter":
             yield Need(kind="reduce_scatter", elems=site.elems)
         else:
             entries[site.ends_on].add(site.elems)
-    # Each entry is reduced by itself, whichever others are in its list.
+    # Each list entry is reduced by itself, so one call can measure several sizes at once.
     columns = [sorted(each, reverse=True) for each in entries]
     for row in range(max(map(len, columns))):
         sizes = tuple(column[row] if row < len(column) else 0 for column in columns)
@@ -207,7 +204,7 @@ def _dtypes_of(scenario: Scenario) -> list[torch.dtype]:
 
 
 def _group_of(members: Sequence[int], *, inside: bool) -> dist.ProcessGroup | None:
-    """Return the communicator, made by every rank of the world; None outside the world."""
+    """Return the communicator, which every rank of the world must make; None outside the world."""
     if not inside:
         return None
     if len(members) == dist.get_world_size():
@@ -218,7 +215,7 @@ def _group_of(members: Sequence[int], *, inside: bool) -> dist.ProcessGroup | No
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Look:
-    """Measurement of one communicator by its ranks."""
+    """Measurement of a communicator by its ranks."""
 
     group: dist.ProcessGroup
     order: Any
@@ -228,14 +225,14 @@ class _Look:
     def at(
         self, arrangement: Arrangement | None, calls: Sequence[tuple[Need, torch.dtype]]
     ) -> tuple[Arrangement | None, list[str]]:
-        """Return its arrangement, if it has one, and the calls that add differently."""
-        # Recovered once per communicator, then verified for every call.
+        """Return the arrangement, if any, and the calls that add differently."""
+        # Recover it once per communicator, then verify it for every call.
         if self.order in ARRANGED and arrangement is None:
             arrangement, told = arrangement_of(self.group, device=self.device)
             if arrangement is None:
                 return None, [f"drift: expected an arrangement of {self.order}, observed {told}"]
         wrong = [each for each in calls if self.first_wrong(arrangement, *each) is not None]
-        # Large calls may use more channels than those recovered from a small call.
+        # Large calls may use more channels than the small call that recovered the arrangement.
         if wrong and arrangement is not None and len(arrangement.rings) == 1:
             for wider in with_channels(arrangement):
                 if all(self.first_wrong(wider, *each) is None for each in wrong) and all(
@@ -257,9 +254,9 @@ class _Look:
         )
 
     def drift(self, arrangement: Arrangement | None, need: Need, dtype: torch.dtype) -> str:
-        """Return the expected and the observed order of a call, in words."""
+        """Return the expected and observed order of a call, in words."""
         what = f"{need.kind} of {need.elems} elements of {dtype}"
-        # Once more, because the call may not add in the same order each time.
+        # Verify again, because the call may not always add in the same order.
         element = self.first_wrong(arrangement, need, dtype)
         if element is None:
             return f"{what}: drift: expected the same order each time, got another one before"
@@ -287,7 +284,7 @@ class _Look:
         )
 
         def signed(values: Values) -> Tensor:
-            # A measurement may take long, so show the others that this process is alive.
+            # A measurement may take long, so give a sign of life to the other processes.
             self.alive()
             return reduce(values)
 

@@ -1,6 +1,6 @@
-"""Program of every rank of a case: a plain training loop with observers.
+"""Program that every rank runs: a plain training loop with observers.
 
-A case is one segment, or two if it reloads a checkpoint into another world.
+A case has one segment, or two if it reloads a checkpoint into another world.
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ class Segment:
     stop: int
     """Half-open range of steps."""
     load: Path | None = None
-    """Checkpoint to start from."""
+    """Checkpoint to start from; None to start anew."""
     weights_only: bool = False
-    """True to load only the weights from it."""
+    """True to load only weights from `load`."""
     lost_steps: int = 0
     lost_micro_batches: int = 0
-    """Steps and micro-batches that the loading engine has trained before."""
+    """Training before the load, which the load must discard."""
     early_save: Path | None = None
     """Checkpoint to save before the first step, which is never loaded."""
     save: Path | None = None
-    """Checkpoint to end with."""
+    """Checkpoint to save at the end, or from `save_step` on."""
     save_step: int | None = None
     """Step before which an asynchronous save begins."""
     read_step: int | None = None
-    """Step in which the params that forwards read are recorded; None for none."""
+    """Step in which to record the params that forwards read; None for none."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Reports of the ranks in addition to the judge's."""
+    """Results of the ranks besides the judge's findings."""
 
     accuracy: float | None = None
     notes: list[str] = field(default_factory=list)
@@ -81,7 +81,7 @@ def segments_of(scenario: Scenario, *, folder: Path) -> Iterator[Segment]:
 
     Args:
         scenario: A valid case.
-        folder: Folder for a checkpoint.
+        folder: Folder for checkpoints.
     """
     reload, steps = scenario.reload, scenario.run.steps
     if reload is None:
@@ -99,7 +99,7 @@ def segments_of(scenario: Scenario, *, folder: Path) -> Iterator[Segment]:
     )
     yield Segment(
         scenario=after_reload(scenario),
-        # The load goes back to here, also after an asynchronous save.
+        # The checkpoint contains no step of an asynchronous save.
         start=reload.step,
         stop=steps,
         load=path,
@@ -110,14 +110,14 @@ def segments_of(scenario: Scenario, *, folder: Path) -> Iterator[Segment]:
 
 
 def folder_for(scenario: Scenario) -> AbstractContextManager[str]:
-    """Return a temporary folder for the checkpoint of a case; no path if it has none."""
+    """Return a context with a temporary folder for checkpoints, or "" if a case has none."""
     # A case without a reload writes no files.
     return nullcontext("") if scenario.reload is None else TemporaryDirectory(prefix="zero-sim-")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupContext:
-    """Everything that the ranks of one dp-cp group need to run."""
+    """Workload and judge of a dp-cp group."""
 
     dp_cp_group: DpCpGroup
     workload: Workload
@@ -125,7 +125,7 @@ class GroupContext:
 
 
 ShareFacts = Callable[[int, Facts], None]
-"""Gives the judges the facts of a world rank's engine before the first step."""
+"""Passes the facts of a world rank's engine to the judges, before the first step."""
 
 
 _UNTIMED = RankTime()
@@ -141,20 +141,20 @@ def build_program(
     share_facts: ShareFacts | None = None,
     clock: Clock | None = None,
 ) -> Callable[[int], None]:
-    """Build the program of one segment.
+    """Build the program of a segment.
 
     Args:
         segment: The steps to take, and their world.
-        contexts: Context of every dp-cp group of the world.
+        contexts: Contexts of all dp-cp groups in the world.
         target: The system under test.
         outcome: Filled in by rank 0.
-        rank_time: Keeps the harness's time out of the world's clock; by default there is none.
-        share_facts: Gives judges the facts of a rank; None if ranks share their judges.
-        clock: Time of the world's log; None if there is none.
+        rank_time: Keeps the harness's time out of the world's clock; by default, does nothing.
+        share_facts: Passes a rank's facts to the judges; None if ranks share their judges.
+        clock: Clock of the world's log; None without a log.
     """
 
     def program(world_rank: int) -> None:
-        # Everything below runs in the rank's own thread or process.
+        # From here on, code runs in the rank's own thread or process.
         group, context = _own_group(contexts, world_rank=world_rank, rank_time=rank_time)
         rank = group.rank()
         bare, engine, costs = _build(
@@ -191,7 +191,7 @@ def build_program(
         )
         context.judge.begin(rank, notes)
         if dist.get_world_size() > group.size():
-            # Judges of all dp-cp groups step together, so every engine must exist first.
+            # Judges of all dp-cp groups step together, so all engines must exist before.
             with rank_time.caused_by_harness():
                 dist.barrier()
         _train(replace(training, observers=observers), segment, outcome=outcome)
@@ -200,14 +200,13 @@ def build_program(
 
 
 def _facts_of(training: _Training, segment: Segment, *, target: Target) -> Facts:
-    """Return the checked facts that a rank's engine reports before the first step."""
+    """Return the facts that a rank's engine reports before the first step, and check them."""
     with training.rank_time.harness():
-        # After a load the reference goes on from its own values.
+        # After a load, the reference continues from its own values.
         draws = segment.load is None and draws_weights(target)
         with_start = segment.scenario.model.distinct_start
         facts = facts_of(training.engine, with_start=with_start, with_drawn=draws)
-    # Check here, not in the judge: this is the user's mistake and must not count as a harness
-    # error.
+    # Not in a harness block, because a wrong report is the user's mistake, not a harness error.
     scenario = training.context.dp_cp_group.scenario
     check_reported(facts, scenario=scenario, target_name=target.name)
     return facts
@@ -216,7 +215,7 @@ def _facts_of(training: _Training, segment: Segment, *, target: Target) -> Facts
 def _own_group(
     contexts: Sequence[GroupContext], *, world_rank: int, rank_time: RankTime
 ) -> tuple[dist.ProcessGroup, GroupContext]:
-    """Return the process group of a rank's dp-cp group; with several, all of them are made."""
+    """Return a rank's process group and its context."""
     group, mine = dist.group.WORLD, 0
     if len(contexts) > 1:
         # torch.distributed requires that every rank makes every group, in the same order.
@@ -236,15 +235,15 @@ class _Training:
 
     context: GroupContext
     rank: int
-    """Rank in the dp-cp group."""
+    """Group rank in the dp-cp group."""
     engine: EngineAdapter
     names: frozenset[str]
-    """Names of the params of the bare model."""
+    """Names of the bare model's params."""
     observers: Observers
     rank_time: RankTime
     target_name: str
     unsettled: bool
-    """From the target's capabilities."""
+    """As in the target's capabilities."""
 
     @property
     def may_raise(self) -> bool:
@@ -265,18 +264,18 @@ def _build(
     """Build a rank's engine."""
     scenario = context.dp_cp_group.scenario
     with rank_time.harness():
-        # Every rank draws the same weights, except for experts and tensor-parallel parts.
+        # All ranks draw the same weights, except for experts and tensor-parallel parts.
         module = build_module(
             context.workload,
             expert_index=group.rank() % scenario.topology.ep,
             tp_index=context.dp_cp_group.tp_index,
         )
-        # Before ranks are made distinct, because all must end with the first holder's values.
+        # Before ranks are made distinct, because all must end with the first rank's values.
         model = model_of(module, known=context.judge.group.ownership.param_names)
         if scenario.model.distinct_start:
             make_distinct(module, rank=group.rank(), ep=scenario.topology.ep)
         if segment.load is not None and scenario.model.buffer == "saved":
-            # So that the buffer must come from the checkpoint.
+            # Another value, so that a buffer missing in the checkpoint is noticed.
             make_unloaded(module)
         # Before the target wraps the module: engines may replace or flatten its params.
         bare = BareModule(module, read_step=segment.read_step, rank_time=rank_time)
@@ -288,9 +287,9 @@ def _build(
 
 
 def _load(training: _Training, segment: Segment, path: Path) -> None:
-    """Load the checkpoint that a segment starts from, after the lost steps.
+    """Train the lost steps, then load the checkpoint that a segment starts from.
 
-    The judge does not see the lost steps. Anything left of them shows in the steps that follow.
+    The judge does not observe lost steps. If a load leaves traces of them, later steps differ.
     """
     engine, scenario = training.engine, training.context.dp_cp_group.scenario
     for step in range(segment.start, segment.start + segment.lost_steps):
@@ -299,7 +298,7 @@ def _load(training: _Training, segment: Segment, path: Path) -> None:
         engine.settle()
     if segment.lost_micro_batches:
         _lose(training, segment.start + segment.lost_steps, segment.lost_micro_batches)
-    # No param is frozen before the first step, because observers can set no hook on one that is.
+    # Unfreeze all params, because observers cannot set hooks on frozen params.
     _freeze(training, -1)
     engine.load(path, weights_only=segment.weights_only)
 
@@ -313,23 +312,21 @@ def _lose(training: _Training, step: int, micro_batches: int) -> None:
 
 
 def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
-    """Take the segment's steps.
-
-    Reads by observers are not charged to the system, whatever is in flight.
-    """
+    """Take the segment's steps."""
     scenario, engine = training.context.dp_cp_group.scenario, training.engine
     observers, stop = training.observers, segment.stop
-    # The judge must not wait for gathers that the next forward overlaps, so it reads params after
-    # that forward has used them.
+    # The judge must not wait for gathers that overlap with the next forward, so it reads params
+    # after this forward has used them.
     deferred, late = overlaps_params(scenario.system), False
     saving: Saving | None = None
-    # torch's get_state_dict steps an optimizer without state: scenarios/upstream/torch-save-steps.
+    # torch's get_state_dict steps an optimizer without state; see
+    # scenarios/upstream/torch-save-steps.
     if segment.early_save is not None:
         _save(training, segment, segment.early_save)
     evaluate = scenario.run.evaluate
     for step in range(segment.start, stop):
         evaluated = _evaluate(training, step) if evaluate == "between-steps" else None
-        # Before `zero_grad`: the checkpoint has everything up to the step before.
+        # Before `zero_grad`, so that the checkpoint has all previous steps and nothing of this one.
         if step == segment.save_step:
             saving = _begin_save(training, segment)
         _freeze(training, step)
@@ -358,7 +355,7 @@ def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
             result = take_step(lr_factor=lr_factor(scenario, step))
         for watch in observers.after_step:
             watch(step, losses, result)
-        # `unsettled` targets omit settle() in every second step, so that both ways are judged.
+        # `unsettled` targets skip settle() in every second step, so that both ways are judged.
         late = (deferred or (training.unsettled and step % 2 == 0)) and step + 1 < stop
         if not late:
             engine.settle()
@@ -383,7 +380,7 @@ def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
 
 
 def _take_micro_batches(training: _Training, step: int, *, late: bool) -> list[Tensor]:
-    """Train all micro-batches of a step; return the losses of those with data."""
+    """Train all micro-batches of a step; return the losses of micro-batches with data."""
     observers, losses = training.observers, list[Tensor]()
     for micro in range(training.context.dp_cp_group.scenario.run.micro_batches):
         for watch in observers.before_micro_batch:
@@ -421,15 +418,15 @@ def _check_can_reload(engine: EngineAdapter, segment: Segment, *, target: Target
 
 
 def lr_factor(scenario: Scenario, step: int) -> float:
-    """Return the factor of learning rates in a step: a linear warm-up, then 1."""
-    # Computed as the reference does; the factor of step 0 is 1 / warmup_steps.
+    """Return the factor of a step's learning rates: a linear warm-up, then 1."""
+    # As in the reference, the factor of step 0 is 1 / warmup_steps.
     warmup_steps = scenario.optimizer.warmup_steps
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
 
 
 def _freeze(training: _Training, step: int) -> None:
     for freeze in training.context.dp_cp_group.scenario.model.freeze:
-        # An expert is not on all ranks. The reference has checked that the param exists.
+        # Not all ranks have an expert's params. The reference has checked that the param exists.
         if freeze.param in training.names:
             # Looked up each step, because engines may replace params.
             param = _find_param(training, freeze.param)
@@ -437,13 +434,14 @@ def _freeze(training: _Training, step: int) -> None:
 
 
 def _find_param(training: _Training, name: str) -> Tensor:
-    """Return the param of the engine's module with a name in the bare model.
+    """Return the param in the engine's module for a name in the bare model.
 
-    Systems may replace params by other tensors.
+    Raises:
+        ProtocolError: No param, or several, may be meant by the name.
     """
     held = dict(training.engine.module.named_parameters())
     alike = names_like(held, name)
-    # The only param whose name has the bare name's parts, in order.
+    # Wrappers add parts to names, so look for names that contain the bare name's parts in order.
     if len(alike) == 1:
         return held[alike[0]]
     got = ", ".join(map(repr, alike or held)) or "no params"
@@ -456,9 +454,9 @@ def _find_param(training: _Training, name: str) -> Tensor:
 
 def draw_batch(workload: Workload, scenario: Scenario, step: int, rank: int, micro: int) -> Batch:
     """Seed the rank's random numbers, and draw a micro-batch."""
-    # torch.manual_seed first queries every kind of device, which takes 100 us.
     # Each micro-batch has its own seed, so that the reference can replay any of them.
     seed = seed_of(scenario, step=step, rank=rank, micro=micro)
+    # Not torch.manual_seed, which queries every kind of device and takes 100 us.
     torch.default_generator.manual_seed(seed)
     batch = workload.batch(step=step, rank=rank, micro=micro)
     # Dropout in forward draws on the device of the inputs.
@@ -475,9 +473,10 @@ def start_step(
     rank: int,
     rank_time: RankTime = _UNTIMED,
 ) -> None:
-    """Give an engine the rows of a step if it takes them. Batches are then drawn twice."""
+    """Call the engine's `start_step` with the rows of a step, if it has this method."""
     if not engine.has_start_step:
         return
+    # This draws every batch of the step, and training draws it again.
     with rank_time.harness():
         rows = [
             workload.batch(step=step, rank=rank, micro=micro).rows
@@ -487,10 +486,10 @@ def start_step(
 
 
 def _take_part(training: _Training, step: int, micro: int) -> list[Tensor]:
-    """Train in one micro-batch or join it; return the loss, if this rank has data."""
+    """Train a micro-batch, or join it without data; return the loss, if any."""
     scenario, rank = training.context.dp_cp_group.scenario, training.rank
     last = micro == scenario.run.micro_batches - 1
-    # A rank without data still takes part in every collective.
+    # A rank without data must still take part in every collective.
     if micro >= own_micro_batches(scenario.run, step=step, rank=rank):
         training.engine.join_micro_batch(last=last)
         return []
@@ -502,13 +501,13 @@ def _take_part(training: _Training, step: int, micro: int) -> list[Tensor]:
 
 
 def _evaluate(training: _Training, step: int) -> Tensor:
-    """Return the loss of a step's first micro-batch from a forward under `no_grad`."""
+    """Return the loss of a step's first micro-batch, from a forward under `no_grad`."""
     context, rank = training.context, training.rank
     with training.rank_time.harness():
         batch = draw_batch(context.workload, context.dp_cp_group.scenario, step, rank, 0)
     for watch in training.observers.before_evaluation:
         watch(step)
-    # A target's own closed forms cover training only, so these calls are booked aside.
+    # A target's own closed forms cover training only, so exclude these calls.
     is_counted = not callable(context.judge.notes[rank].costs.volume)
     aside = nullcontext() if is_counted else context.judge.book.aside(rank)
     with aside, torch.no_grad():
@@ -519,8 +518,8 @@ def _micro_batch(training: _Training, batch: Batch, step: int, *, last_micro: bo
     # The loss runs the system's module, so errors and time here are charged to the system.
     engine = training.engine
     engine.start_micro_batch(last=last_micro)
-    # A workload only calls the module.
-    # Several terms for a model with a second loss, which the engine may scale by itself.
+    # `loss_terms` is typed for modules, but only calls `forward`. A model with a second loss has
+    # two terms, which the engine may scale separately.
     terms = loss_terms(training.context.workload, engine.forward, batch)  # pyrefly: ignore
     for watch in training.observers.after_forward:
         watch(step)

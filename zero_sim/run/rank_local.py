@@ -1,4 +1,4 @@
-"""Rank-local state of a target in the simulated world: its globals, its packages, fake GPUs."""
+"""Rank-local state of a target in the simulated world: globals, packages, fake GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_sim.targets import Target
 from zero_sim.targets.rank_local import RankLocal, prepare, rank_local_of
 
 _CALLER, _RANK = -1, 0
-"""Owners of the state in a process that is one rank."""
+"""Owners of the state in a process with a single rank."""
 
 
 class Own(RankLocalOfWorld, Protocol):
@@ -32,7 +32,7 @@ class Own(RankLocalOfWorld, Protocol):
 
 
 class OwnState:
-    """Moves state that a target declares as rank-local; one owner at a time has it in place."""
+    """State that a target declares as rank-local. At any time, one owner's state is in place."""
 
     def __init__(self, declared: RankLocal) -> None:
         self._names = OwnNames(declared.names)
@@ -46,7 +46,7 @@ class OwnState:
         return self._names.skipped
 
     def begin(self, caller: int) -> None:
-        """Forget all ranks, and take out the present state as `caller`'s."""
+        """Drop the state of all ranks, and take out the present state as `caller`'s."""
         self._names.begin(caller)
         if self._modules is not None:
             self._modules.begin(caller)
@@ -58,7 +58,7 @@ class OwnState:
             self._modules.take_out(owner)
 
     def put_in_place(self, owner: int, *, previous: int) -> None:
-        """Put `owner`'s state in place, after `previous`'s was taken out."""
+        """Put `owner`'s state in place, after `previous`'s state was taken out."""
         if self._modules is not None:
             self._modules.put_in_place(owner)
         self._names.put_in_place(owner)
@@ -71,16 +71,16 @@ class OwnState:
 
 
 class RankLocalState:
-    """Preparations for the ranks of one target while they run.
+    """Preparations for a target's ranks while they run.
 
     Args:
-        declared: State declared by the target.
-        ranks_max: Most ranks of a world. Each rank sees as many GPUs.
+        declared: State that the target declares.
+        ranks_max: Most ranks in a world, and number of GPUs that each rank sees.
     """
 
     def __init__(self, declared: RankLocal, *, ranks_max: int) -> None:
         self.own: Own | None = None
-        """State that moves with the baton; None for nothing."""
+        """State that moves with the baton, if any."""
         if declared.names or declared.packages:
             self.own = OwnState(declared)
         self._cuda = None
@@ -88,13 +88,13 @@ class RankLocalState:
             self._cuda = CudaOnCpu(device_count=ranks_max, rank=lambda: rank_state.rank or 0)
 
     def notes(self) -> list[str]:
-        """Return notes on declared names that the installed library lacks, after ranks have run."""
+        """Return notes on declared names that the installed library lacks; call it after a run."""
         skipped = {} if self.own is None else self.own.skipped
         return [f"rank-local name {name!r} is skipped: {why}" for name, why in skipped.items()]
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Context around all runs, entered by the thread that runs them."""
+        """Return the context around all runs; enter it in the thread that starts them."""
         with nullcontext() if self._cuda is None else self._cuda.installed():
             try:
                 yield
@@ -103,7 +103,7 @@ class RankLocalState:
                     self.own.forget()
 
     def in_rank(self) -> AbstractContextManager[object]:
-        """Context around the program of one rank."""
+        """Return the context around a rank's program."""
         return nullcontext() if self._cuda is None else self._cuda.in_rank()
 
 
@@ -111,18 +111,18 @@ class RankLocalState:
 def as_in_new_process(
     target: Target, *, ranks_max: int, notes: list[str] | None = None
 ) -> Iterator[None]:
-    """Context around the program of a real rank in a process that runs many cases.
+    """Return the context around a real rank's program, in a process that runs many cases.
 
     State that the target declares as rank-local starts anew, and is restored afterwards.
 
     Args:
         target: The system under test.
-        ranks_max: Most ranks of a world.
+        ranks_max: Most ranks in a world.
         notes: Receives a note on each declared name that does not exist.
 
     Raises:
-        EnvironmentProblem: The package of the system is not installed.
-        ProtocolError: The target declares something else.
+        EnvironmentProblem: The system's package is not installed.
+        ProtocolError: The target's declaration is not a `RankLocal`.
     """
     state = rank_local_state(target, ranks_max=ranks_max)
     if state is None:
@@ -131,11 +131,11 @@ def as_in_new_process(
     own = state.own
     with state.installed(), state.in_rank():
         if own is not None:
-            # As in a new process: what other cases left in place becomes the caller's.
+            # State that other cases left in place becomes the caller's, so the rank starts anew.
             own.begin(_CALLER)
             own.put_in_place(_RANK, previous=_CALLER)
         if notes is not None:
-            # After `begin`, which looks for the names.
+            # After `begin`, which looks up the names.
             notes.extend(state.notes())
         try:
             yield
@@ -147,11 +147,11 @@ def as_in_new_process(
 
 
 def rank_local_state(target: Target, *, ranks_max: int) -> RankLocalState | None:
-    """Return the preparations for the ranks of a target; None if it declares none.
+    """Return the preparations for a target's ranks; None if it declares no rank-local state.
 
     Raises:
-        EnvironmentProblem: The package of the system is not installed.
-        ProtocolError: The target declares something else.
+        EnvironmentProblem: The system's package is not installed.
+        ProtocolError: The target's declaration is not a `RankLocal`.
     """
     prepare(target)
     declared = rank_local_of(target)

@@ -1,9 +1,9 @@
-"""Jobs for real processes: each judges the rank that it is.
+"""Jobs for real processes, each of which runs and judges one rank.
 
-One process has a reference that replays all ranks, and sends digests of each step. The references
-of the others lag behind while the digests match. A reference needs only the facts that other ranks'
-engines report before the first step. All exchanges use a store, so no process group and no
-collective of the system takes part in judging.
+One process has a reference that replays all ranks, and sends digests of each step. As long as the
+digests match, the other processes need not compute their references. A reference only needs the
+facts that engines report before the first step. All exchanges use a store, so judging needs no
+process group and no collective of the system.
 """
 
 from __future__ import annotations
@@ -38,22 +38,21 @@ from zero_sim.targets import Target, import_target
 from zero_sim.targets.recorded import Record, Replayed
 
 TELLER = 0
-"""Rank that computes steps for all."""
+"""Rank whose process computes steps for all."""
 _BEGIN_SECONDS = 1.0
-"""Seconds to wait until a step is begun: less than other ranks wait for a lost rank."""
+"""Longest wait for the beginning of a step; less than other ranks wait for a lost rank."""
 _LOOK_SECONDS = 0.001
-"""Seconds between two polls; all ranks begin a step at about the same time."""
+"""Time between two polls; short, because all ranks begin a step at about the same time."""
 
 
 class WiredSteps:
-    """Steps that one process computes for all, sent through the store; see `SharedSteps`.
+    """Digests of steps that one process computes and sends through the store; see `SharedSteps`.
 
-    Only digests are sent. No process depends on them: one that receives nothing in time computes
-    the steps itself.
+    No process depends on them: a process that receives nothing in time computes the steps itself.
 
     Args:
         channel: Side channel of this process.
-        stall_seconds: Seconds that a begun step may take. The harness computes it, not the system.
+        stall_seconds: Longest time that the harness may take for a step, in seconds.
     """
 
     def __init__(self, channel: SideChannel, *, stall_seconds: float) -> None:
@@ -61,13 +60,13 @@ class WiredSteps:
         self._stall_seconds = stall_seconds
         self.are_digests = channel.rank != TELLER
         self._sends = not self.are_digests
-        """False after the others began to compute their own steps."""
+        """False if the other processes compute their own steps."""
 
     def find(self, step: int, *, placed: Hashable = None) -> Sequence[StepDigests] | None:
         """Return the digests of a step; None if none were received."""
         if not self.are_digests:
             return None
-        # Poll, because a wait of the store prints on stderr at its timeout.
+        # Poll, because a store's wait prints to stderr at its timeout.
         begin_by = time.monotonic() + _BEGIN_SECONDS
         while not self._channel.has_told(TELLER, about=f"owing {step}"):
             if time.monotonic() > begin_by:
@@ -92,10 +91,10 @@ class WiredSteps:
         groups: Sequence[JudgedGroup],
         placed: Hashable = None,
     ) -> None:
-        """Send a step, or that the others must compute it, if digests do not cover it."""
+        """Send a step's digests. If they cannot describe it, let the others compute the rest."""
         if not self._sends:
             return
-        # Digests cover the usual results of a step; None for a step that they cannot describe.
+        # A digest is None for a step with unusual results.
         digests = [digests_of(each, group=group) for each, group in zip(taken, groups, strict=True)]
         sent = [each.as_dict() for each in digests if each is not None]
         if len(sent) == len(groups):
@@ -104,9 +103,9 @@ class WiredSteps:
             self.stop(taken[0].step)
 
     def stop(self, step: int) -> None:
-        """Let the others compute their own steps, from this one on."""
+        """Let the others compute their own steps, from this step on."""
         if self._sends:
-            # Receivers first wait for the beginning of a step.
+            # Receivers first wait for a step's beginning.
             self.begin(step)
             self._send(step, None)
             self._sends = False
@@ -121,13 +120,13 @@ class WiredSteps:
             steps: Number of steps in the case.
         """
         for step in range(steps):
-            # After the first withdrawn step, the others compute all later ones themselves.
+            # After the first withdrawn step, the others compute all later steps themselves.
             if self._channel.withdraw([f"owing {step}", f"owed {step}"]):
                 return
 
 
 def processes_of(scenario: Scenario) -> int:
-    """Return the number of processes that a case needs: the ranks of its largest world."""
+    """Return the number of processes that a case needs: the size of its largest world."""
     return max(part.scenario.world.size for part in segments_of(scenario, folder=Path()))
 
 
@@ -135,20 +134,25 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
     """Run a case as one rank, and judge this rank.
 
     Args:
-        payload: `scenario`: the case, as JSON; `folder`: for a checkpoint, the same in all
-            processes; `processes`: their number; `order`: order to add in, or null for the
-            backend's own; `added_in`: the order in either case; `target`: `module:name` of the
-            system under test, or empty for the scenario's; `grads_told`: point that the target does
-            not declare, or empty; `layout`: `Record` of a second layout, as JSON, or null;
-            `explainer`: `module:name` of a class that explains differences, or empty; `device`:
-            device of the ranks, `cpu` or `cuda`; `probe`: true if the case relies on the backend's
-            own order.
+        payload: Items by key:
+
+            - `scenario`: the case, as JSON
+            - `folder`: folder for checkpoints, the same in all processes
+            - `processes`: number of processes
+            - `order`: order in which ranks fold data, or null for the backend's own
+            - `added_in`: the resulting order
+            - `target`: `module:name` of the system under test, or empty for the scenario's
+            - `grads_told`: point inferred for the target, or empty
+            - `layout`: `Record` of a second layout, as JSON, or null
+            - `explainer`: `module:name` of a class that explains differences, or empty
+            - `device`: device of the ranks, `cpu` or `cuda`
+            - `probe`: true if the case relies on the backend's own order
         real_rank: This process.
 
     Returns:
         A `Report`, as JSON.
     """
-    # Payloads are JSON, so that processes of other machines are never unpickled.
+    # Payloads are JSON, because data from other machines must not be unpickled.
     scenario = adapter().validate_json(payload["scenario"])
     segments = tuple(segments_of(scenario, folder=Path(payload["folder"])))
     wired = WiredSteps(real_rank.channel, stall_seconds=scenario.run.stall_seconds)
@@ -169,20 +173,20 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
         return target if layout is None else Replayed(target, Record.from_list(layout))
 
     try:
-        # A rank that gave up reports the reason itself.
+        # Another rank gave up, and reports the reason itself.
         with contextlib.suppress(RankGone):
             trial.run(segments, ranks, find=find)
     except OrderDrift as drift:
         trial.drifts = drift.drifts
-    # An error of the harness is reported like a finding, because the others wait for this rank.
+    # Report an error of the harness like a finding, because the other processes wait for a report.
     except Exception as error:  # noqa: BLE001
         trial.fail(JudgeFailed(error, traceback.format_exc()), rank=real_rank.rank)
     if trial.failure is not None:
-        # Others may wait in a collective until this rank's half of the group is destroyed. The
-        # system's objects keep it alive in reference cycles, so collect them.
+        # Other ranks may wait in a collective until this rank's end of the group is destroyed. The
+        # system's objects may keep it alive in reference cycles, so collect them.
         real_rank.last_words = f"{trial.failure.message}\n{trial.failure.detail}"
         gc.collect()
-    # Others may still wait for an exchange that this rank does not reach any more.
+    # Other ranks may still wait for an exchange that this rank no longer reaches.
     abouts = ("joined", "facts", "orders", "wrong", "left")
     real_rank.channel.withdraw(
         [f"{what} {index}" for index in range(len(segments)) for what in abouts]
@@ -194,17 +198,16 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _OwnRank:
-    """The rank that this process is."""
+    """The rank of this process."""
 
     real_rank: RealRank
     processes: int
-    """Number of processes. Those outside a world only follow the exchanges."""
+    """Number of processes. Processes outside a world only follow the exchanges."""
     order: str | None
-    """Order to add in; None for the backend's own."""
+    """Order in which ranks fold data; None for the backend's own."""
     probe: bool
-    """True if the case relies on the backend's own order, so that it is measured."""
+    """True to measure the backend's own order, because the case relies on it."""
     wired: WiredSteps
-    """Steps that one process computes for all."""
     explainer: str
     """As for `JudgedGroup`."""
 
@@ -224,7 +227,7 @@ class _OwnRank:
 
         def share_facts(rank: int, facts: Facts | None) -> None:
             said = None if facts is None else facts.as_dict()
-            # Through the store, before the first step; every process gets the facts of all ranks.
+            # Every process needs the facts of all ranks before the first step.
             all_facts = self._exchange(said, about=f"facts {index}")
             with rank_time.harness():
                 for each in contexts:
@@ -246,8 +249,7 @@ class _OwnRank:
             share_facts(real_rank.rank, None)
             for _ in range(segment.start, segment.stop):
                 with rank_time.harness():
-                    # The reference takes the steps, because the next world may include this
-                    # process.
+                    # The next world may include this process, so its reference takes the steps.
                     contexts[0].judge.step_unseen()
             return
         program = build_program(
@@ -266,16 +268,16 @@ class _OwnRank:
                 order_seed=scenario.run.seed,
             ):
                 try:
-                    # Notes on missing names once per case, not once per world.
+                    # Note missing names once per case, not once per world.
                     notes = trial.outcome.notes if index == 0 else None
                     with as_in_new_process(target, ranks_max=self.processes, notes=notes):
                         program(real_rank.rank)
                 except (Exception, SystemExit):
-                    trial.raised_at = time.time()  # Leaving the world makes the others raise.
+                    trial.raised_at = time.time()  # Before other ranks raise because this one left.
                     raise
         except (RankGone, OrderDrift):
             raise
-        # Any error of the system is a finding, also SystemExit.
+        # Every error of the system is a finding, even SystemExit.
         except (Exception, SystemExit) as error:
             raise RankFailed(real_rank.rank, error, traceback.format_exc()) from error
 
@@ -288,6 +290,6 @@ class _OwnRank:
         return self.real_rank.channel.exchange(what, size=self.processes, about=about)
 
     def _show_life(self, pause: bool, **block: Any) -> AbstractContextManager[None]:
-        # The judge's blocks count as signs of life, because they are not the system's time.
+        # Harness blocks are signs of life, because their time is not the system's.
         self.real_rank.channel.alive()
         return untimed(pause, **block)

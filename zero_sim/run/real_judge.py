@@ -33,13 +33,13 @@ from zero_sim.targets.numerics import GradsTold
 from zero_sim.targets.recorded import Record
 
 _OPTIMIZER_IMPORT = "torch._dynamo"
-"""Module that torch imports when the first optimizer is made, which takes seconds."""
+"""Module that torch imports for the first optimizer, which takes seconds."""
 
 PRELOAD = ("zero_sim.backends.worker", judge_rank.__module__, _OPTIMIZER_IMPORT)
 """Modules that workers import before they are forked."""
 
 Job = Callable[[Mapping[str, Any], RealRank], Any]
-"""Function of a module, run by a process; arguments and results are JSON."""
+"""Module-level function that a process runs. Argument and result are JSON."""
 
 
 class Processes(Protocol):
@@ -57,9 +57,9 @@ class Processes(Protocol):
 
         Args:
             job: The job.
-            payload: Its argument, the same on all; `processes`, their number, is added.
+            payload: Its argument, the same on all processes. `processes`, their number, is added.
             needed: Least number of processes.
-            stall_seconds: Seconds that a process may give no sign of life.
+            stall_seconds: Longest time without a sign of life from a process.
         """
         ...
 
@@ -69,7 +69,7 @@ class Processes(Protocol):
 
 
 class RealJudge:
-    """Judges one case at a time on real ranks. Close it after use.
+    """Judge of one case at a time on real ranks. Close it after use.
 
     Args:
         setup: Setup of the backend.
@@ -86,7 +86,7 @@ class RealJudge:
         self._processes = processes
         self._target = target
         self._points: defaultdict[str, Point] = defaultdict(list)
-        """Inferred points by name of a target."""
+        """Inferred points by target name."""
 
     def __enter__(self) -> Self:
         return self
@@ -95,11 +95,11 @@ class RealJudge:
         self._processes.__exit__(*exception)
 
     def __call__(self, scenario: Scenario) -> CaseResult:
-        """Judge a case. A process that dies or hangs costs only this case.
+        """Judge a case. If a process dies or hangs, only this case is lost.
 
         Raises:
             EnvironmentProblem: Processes cannot be started, or lack something that the case needs;
-                or `Setup.why_left_out` has a reason against the case.
+                or `Setup.why_left_out` returns a reason.
         """
         return with_twin(
             self._judge_by_point(scenario),
@@ -119,7 +119,7 @@ class RealJudge:
         )
 
     def _judge(self, scenario: Scenario, point: GradsTold | None = None) -> CaseResult:
-        # Before any process starts.
+        # Check before any process starts.
         self.setup.check(scenario)
         started = time.perf_counter()
         record, wrong = self._second_layout(scenario, point)
@@ -137,14 +137,14 @@ class RealJudge:
     def _second_layout(
         self, scenario: Scenario, point: GradsTold | None
     ) -> tuple[Record | None, CaseResult | None]:
-        """Run the second layout of a case, if any, on simulated ranks."""
+        """Run a case's second layout, if any, on simulated ranks."""
         if scenario.pair is None:
             return None, None
         target = import_target(self._target or scenario.system.target)
         # The case itself will report the refusal.
         if refusals(target, scenario):
             return None, None
-        # Bits do not depend on the backend.
+        # Simulated ranks are faster, and the bits of a pair do not depend on the backend.
         with WorldPool() as worlds:
             backend = Simulated(worlds=worlds)
             return record_layout(
@@ -162,7 +162,7 @@ class RealJudge:
                 "scenario": adapter().dump_json(scenario).decode(),
                 "folder": folder,
                 "order": self.setup.order_of(scenario),
-                # Judges need the order in both cases: folded by ranks, or the backend's own.
+                # Judges always need the order, even if it is the backend's own.
                 "added_in": self.setup.order_of(scenario) or OWN_ORDERS[self.setup.backend],
                 "target": self._target,
                 "grads_told": point,
@@ -176,7 +176,7 @@ class RealJudge:
                 judge_rank, payload, needed=processes_of(scenario), stall_seconds=stall_seconds
             )
         reports = tuple(_reports_of(endings, stall_seconds=stall_seconds))
-        # Before the verdict, because a case that drifted is judged again by bounds.
+        # Raise before the verdict, because a case with drift is judged again by bounds.
         for report in reports:
             if report.drifts:
                 raise OrderDrift(report.drifts)
@@ -195,7 +195,7 @@ class _Backend:
         """Run a case, as in `Backend`.
 
         Raises:
-            OrderDrift: The case relies on an order in which the backend does not add.
+            OrderDrift: The backend does not add in the order that the case relies on.
         """
         return self.run_on_ranks(scenario)
 
@@ -216,9 +216,9 @@ def on_workers(setup: Setup, *, target: str = "", explainer: str) -> RealJudge:
 
 
 def as_launched(setup: Setup, *, target: str = "", explainer: str) -> RealJudge:
-    """Return a judge for each process of a job started by torchrun or a similar launcher.
+    """Return the judge of this process in a job that torchrun or another launcher started.
 
-    Every process of the job runs the same cases, and all get the same results.
+    All processes in the job run the same cases and get the same results.
 
     Args:
         setup: Setup of the backend.
@@ -226,7 +226,7 @@ def as_launched(setup: Setup, *, target: str = "", explainer: str) -> RealJudge:
         explainer: As for `RealJudge`.
 
     Raises:
-        EnvironmentProblem: The machines cannot run the job together; the message has the reason.
+        EnvironmentProblem: The machines cannot run the job together.
     """
     processes = _Launched(setup.backend)
     # The job has as many processes as the launcher started, not `WORKERS_MAX`.
@@ -240,7 +240,7 @@ class _Workers:
     def __init__(self, backend: str) -> None:
         self.notes: Sequence[str] = ()
         self._settings_by_count: dict[int, Sequence[str]] = {}
-        """Fixed settings of the backend that workers reported, by number of workers."""
+        """The backend's fixed settings as reported by workers, by number of workers."""
         self._teams = Teams(backend=backend, preload=PRELOAD)
 
     def __exit__(self, *exception: object) -> None:
@@ -258,14 +258,14 @@ class _Workers:
             )
 
         if needed not in self._settings_by_count:
-            # Only a process with a device knows its name.
+            # From a worker, because only a process with a device knows its name.
             self._settings_by_count[needed] = on_all(launched.be_there, {})[0].result or ()
         self.notes = self._settings_by_count[needed]
         return on_all(job, payload)
 
 
 class _Launched:
-    """All processes of the job to which this process belongs."""
+    """Processes of the launched job, including this process."""
 
     def __init__(self, backend: str) -> None:
         self._job = launched.LaunchedJob(backend, preload=PRELOAD)
@@ -285,7 +285,7 @@ def _name_of(job: Job) -> str:
 
 
 def _reports_of(endings: Sequence[Ending], *, stall_seconds: float) -> Iterator[Report]:
-    """Yield the report of each process; for a lost one, its finding."""
+    """Yield the report of each process; for a lost process, a report with its finding."""
     stacks = {ending.rank: ending.detail for ending in endings if ending.how == "hung"}
     for ending in endings:
         if ending.how == "done":
@@ -296,7 +296,7 @@ def _reports_of(endings: Sequence[Ending], *, stall_seconds: float) -> Iterator[
             )
             yield Report(failure=failure)
         elif ending.how == "died":
-            # Every dead process is a finding, with the places where the others wait for it.
+            # Each dead process gives a finding, with the stacks of ranks that hang because of it.
             died = Finding(
                 check=Check.WORLD_RANK_DIED,
                 rank=ending.rank,
@@ -304,7 +304,7 @@ def _reports_of(endings: Sequence[Ending], *, stall_seconds: float) -> Iterator[
                 detail=_where(stacks),
             )
             yield Report(found=[died])
-    # A rank that ended in another way is the reason that the others hang.
+    # If a rank died, raised or gave up, this is why the others hang, and no finding of its own.
     if stacks and not any(end.how in ("died", "raised") or end.gave_up for end in endings):
         yield Report(found=[_hung(stacks, stall_seconds=stall_seconds)])
 
@@ -320,7 +320,7 @@ def _hung(stacks: Mapping[int, str], *, stall_seconds: float) -> Finding:
 
 
 def _where(stacks: Mapping[int, str]) -> str:
-    """Return the stacks of hung ranks at their end, rank by rank."""
+    """Return the last stacks of hung ranks, as text."""
     lines = []
     for rank, stack in sorted(stacks.items()):
         lines.append(f"rank {rank} was at:")

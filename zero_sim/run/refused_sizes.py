@@ -1,4 +1,4 @@
-"""Sizes that a system refuses with its own check: a limit of the system, not a fault."""
+"""Sizes that a system itself refuses: a limit of the system, not a fault."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _DIVISIBLE = re.compile(r"\b(in)?divisib|\bmultiples? of\b|\bdivides? evenly\b|\
 
 
 def refused_size(result: CaseResult) -> str:
-    """Return the check by which a system refused a case's sizes; empty if it did not.
+    """Return the system's check that refused a case's sizes; empty if none did.
 
-    An error counts if code of the system raised it, and the reason is an `assert` with a remainder
-    or a message about divisibility.
+    An error counts as a refusal if the system's code raised it, by an `assert` with a remainder or
+    with a message about divisibility.
 
     Args:
         result: Result of the case.
@@ -35,9 +35,9 @@ def refused_size(result: CaseResult) -> str:
     # The innermost frame raised the error.
     file, line, statement = frames[-1]
     said = first.message[raised.end() :].lstrip(": ")
-    # torch's own checks do not count: a system must not pass sizes that torch refuses.
+    # torch's own checks do not count, because a system must not pass sizes that torch refuses.
     is_theirs = is_of_user(file) and "torch" not in Path(file).parts
     if not is_theirs or not (_REMAINDER.match(statement) or _DIVISIBLE.search(said)):
         return ""
-    # The message may have numbers of this case, the statement has none.
+    # Prefer the statement, because the message may contain numbers of this case.
     return f"{raised[1]} at {Path(file).name}:{line}: {statement or said}"

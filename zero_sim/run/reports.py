@@ -1,7 +1,7 @@
-"""Reports of the processes that ran a case, and their common result.
+"""Reports from the processes that ran a case, and their common result.
 
 In a simulated world, one process reports for all ranks. With real ranks, each process reports for
-its own.
+its own rank.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 FailureKind = Literal["system", "user", "machine", "judge"]
-"""Party to which a failure is charged."""
+"""Party that is charged with a failure."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """Error raised by a rank or by its judge."""
+    """An error that a rank or its judge raised."""
 
     kind: FailureKind
     message: str
@@ -37,33 +37,33 @@ class Failure:
     rank: int | None = None
     """Rank that raised the error; None if building the judges raised it."""
     time: float = 0.0
-    """Seconds by the machine's clock. The first error is probably the cause of the others."""
+    """Time in seconds by the machine's clock. The first error probably caused the others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """Report of one process about a case."""
+    """A process's report about a case."""
 
     judged: Sequence[JudgeReport] = ()
-    """Report of each group's judge in each segment that started, in order."""
+    """Reports of each group's judge in each segment that started, in order."""
     found: Sequence[Finding] = ()
-    """Other findings, the first cause first: a failed world, excess calls, a lost process."""
+    """Other findings, causes first: a failed world, excess calls, a lost process."""
     failure: Failure | None = None
     drifts: Sequence[str] = ()
-    """Calls that the backend adds in another order than the case relies on. The case was not judged
-    then."""
+    """Differences from the order that the case relies on. If there are any, the case was not
+    judged."""
     measured: Sequence[str] = ()
     """Measured orders of communicators, in words."""
     accuracy: float | None = None
     other_version: str = ""
     """Installed version of the system's library, in words; empty if it is the supported one."""
     said: Sequence[str] = ()
-    """Notes of the system about the run."""
+    """The system's notes about the run."""
     buffer_maps: Sequence[BufferMap | None] = ()
-    """Buffer of the first finding for each entry of `judged`; only in a simulated world."""
+    """Buffer map of the first finding in each entry of `judged`; only in a simulated world."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything but evidence and buffer maps, ready for JSON."""
+        """Return everything except evidence and buffer maps, ready for JSON."""
         # Not in pydantic's JSON mode, which replaces infinities by None.
         data = _adapter().dump_python(self, exclude=_LOCAL)
         for judged in data["judged"]:
@@ -73,7 +73,7 @@ class Report:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Report:
-        """Return the record from the result of `as_dict`."""
+        """Return the report from a result of `as_dict`."""
         return _adapter().validate_python(data)
 
 
@@ -87,7 +87,7 @@ _LOCAL: Any = {
 
 @cache
 def _adapter() -> TypeAdapter[Report]:
-    # Imported here, because a case on simulated ranks needs no pydantic.
+    # Imported here, because simulated ranks need no pydantic.
     from pydantic import TypeAdapter
 
     return TypeAdapter(Report)
@@ -98,9 +98,9 @@ class CaseRun:
     """Outcome of a case on a backend."""
 
     reports: Sequence[Report]
-    """Reports of its processes, in rank order."""
+    """Reports of all processes, in rank order."""
     notes: Sequence[str] = ()
-    """Notes of the backend."""
+    """The backend's notes."""
     logs: Sequence[EventLog] = ()
     """Event log of each simulated world."""
 
@@ -121,21 +121,21 @@ def result_of(scenario: Scenario, ran: CaseRun, *, with_digest: bool = True) -> 
         key=lambda failure: failure.time,
     )
     for failure in raised:
-        # Nothing about the system: the command reports what the machine lacks.
+        # Not about the system: the command reports the missing thing.
         if failure.kind == "machine":
             raise EnvironmentProblem(failure.message)
     judged = _judged_by_all(ran.reports)
     found = [finding for report in ran.reports for finding in report.found]
-    # Of the first process with notes, because the others would repeat them.
+    # From the first process with notes, because others would repeat them.
     said = [*next((report.said for report in ran.reports if report.said), ())]
     for failure in raised:
         # Errors of the system become findings below.
         if failure.kind == "system":
             continue
-        # Without findings, this failure is the first cause: other ranks fail after one gave up.
+        # Without findings, this failure is the cause: other ranks fail after a rank gives up.
         if not found and not any(each.findings for each in judged):
             return _not_judged(scenario, failure)
-        # Earlier findings stand, and may have led to this failure.
+        # Earlier findings stand, because they may have led to this failure.
         said.append(f"{failure.message}, after the findings")
     observations = Observations(
         judged=judged,
@@ -146,7 +146,7 @@ def result_of(scenario: Scenario, ran: CaseRun, *, with_digest: bool = True) -> 
         said=said,
         notes=ran.notes,
         collectives=sum(len(log.collectives) - len(log.harness) for log in ran.logs),
-        # One log per world; a reload has two.
+        # A log per world; a case with a reload has two.
         log_digest="+".join(log.digest() for log in ran.logs) if with_digest else "",
         buffer_maps=[buffer_map for report in ran.reports for buffer_map in report.buffer_maps],
     )
@@ -155,7 +155,7 @@ def result_of(scenario: Scenario, ran: CaseRun, *, with_digest: bool = True) -> 
 
 
 def _with_version(result: CaseResult, other_version: str) -> CaseResult:
-    """Return the result; if failed, with the library's version in the first finding."""
+    """Return the result. If it failed, add the library's version to the first finding."""
     if result.verdict != "fail" or not other_version:
         return result
     first, *others = result.findings
@@ -164,8 +164,8 @@ def _with_version(result: CaseResult, other_version: str) -> CaseResult:
 
 
 def _judged_by_all(reports: Sequence[Report]) -> list[JudgeReport]:
-    """Merge the reports of each group and segment. A failed rank did not reach all of them."""
-    # A simulated world: nothing to merge.
+    """Merge the reports of each group and segment. A failed rank may lack the last of them."""
+    # A simulated world has a single report.
     if len(reports) == 1:
         return list(reports[0].judged)
     count = max((len(report.judged) for report in reports), default=0)
@@ -178,7 +178,7 @@ def _judged_by_all(reports: Sequence[Report]) -> list[JudgeReport]:
 
 
 def _rank_failed(failure: Failure) -> Finding:
-    # The first line is the message of the finding, so it must be short.
+    # Only the first line, because messages of findings are short.
     head, _, rest = failure.message.partition("\n")
     return Finding(
         check=Check.WORLD_RANK_FAILED,

@@ -1,4 +1,4 @@
-"""Judging of one case: a backend runs the scenario, and its reports give the verdict."""
+"""Judging of a case: a backend runs the scenario, and its reports give the verdict."""
 
 from __future__ import annotations
 
@@ -19,28 +19,27 @@ from zero_sim.targets import Target, find_target, refusals
 from zero_sim.targets.numerics import GradsTold
 
 _POINTS: WeakKeyDictionary[WorldPool, list[tuple[Target, Point]]] = WeakKeyDictionary()
-"""Inferred points by worlds that are kept from case to case; a list, because targets may not be
-hashable."""
+"""Inferred points by pool of worlds. A list of pairs, because targets may not be hashable."""
 
 
 class Backend(Protocol):
-    """Runs cases on ranks, simulated or real."""
+    """Simulated or real ranks that run cases."""
 
     def run(self, scenario: Scenario) -> CaseRun:
-        """Run the program of every rank of a case; return the reports of its processes."""
+        """Run a case on all its ranks; return the reports of their processes."""
         ...
 
 
 def judge_case(
     scenario: Scenario, backend: Backend, *, keep_logs: bool = False, with_digest: bool = True
 ) -> CaseResult:
-    """Run one case, and compare all state with the reference after every step.
+    """Run a case, and compare all state with the reference after every step.
 
     Args:
-        scenario: A validated case.
+        scenario: A valid case.
         backend: Runs the case.
-        keep_logs: True if the result contains event logs even if the case passes.
-        with_digest: True if it contains their digest.
+        keep_logs: True to return event logs even if the case passes.
+        with_digest: True to return the digest of the event logs.
 
     Returns:
         The verdict with its findings. A system that raises or hangs is a finding, not an exception.
@@ -57,15 +56,14 @@ def judge_case(
         ran = backend.run(scenario)
         result = result_of(scenario, ran, with_digest=with_digest)
         if isinstance(backend, Simulated) and (step := _loss_step(result)) is not None:
-            # Repeat the run with recorded reads: a wrong loss may come from a forward that read
-            # stale params.
+            # A forward may have read stale params, so repeat the run and record its reads.
             ran = replace(backend, read_step=step).run(scenario)
             again = result_of(scenario, ran, with_digest=with_digest)
             # Keep the second run only if it explains the loss and has the same findings.
             result = again if _is_explained(result, again) else result
     finally:
         supervisor.count_case()
-    # Logs are large, so they are kept only if they are needed.
+    # Logs are large, so keep them only if needed.
     logs = tuple(ran.logs) if keep_logs or result.verdict == "fail" else ()
     return replace(result, seconds=time.perf_counter() - started, logs=logs)
 
@@ -77,7 +75,7 @@ def _loss_step(result: CaseResult) -> int | None:
 
 
 def _is_explained(before: CaseResult, again: CaseResult) -> bool:
-    """Return True if a second run has the first run's findings after one that explains them."""
+    """Return True if the second run has a new first finding, followed by the first run's."""
     known = [finding.identity for finding in again.findings[1:]]
     return bool(known) and before.findings[0].identity in known
 
@@ -85,13 +83,13 @@ def _is_explained(before: CaseResult, again: CaseResult) -> bool:
 def judge_simulated(
     scenario: Scenario, backend: Simulated, *, keep_logs: bool = False, with_digest: bool = True
 ) -> CaseResult:
-    """Judge one case on simulated ranks; the result is as for `judge_case`.
+    """Judge a case on simulated ranks; the result is as for `judge_case`.
 
-    A given target that does not declare the point at which it reports gradients is judged with the
-    point that fits.
+    If the backend's target does not declare the point at which it reports gradients, judge it with
+    the point that fits.
 
     Args:
-        scenario: A validated case.
+        scenario: A valid case.
         backend: Runs the case.
         keep_logs: As for `judge_case`.
         with_digest: As for `judge_case`.
@@ -105,7 +103,7 @@ def judge_simulated(
 
     def judge(case: Scenario, point: GradsTold | None) -> CaseResult:
         told = replace(backend, target=target if point is None else ToldAt(target, point))
-        # A small case for the inference of the point: no recorded turns, no shared steps.
+        # Inference uses other, small cases, so recorded turns and shared steps do not apply.
         if case is not scenario:
             return judge_case(case, replace(told, turns=(), trajectories=None), with_digest=False)
         return _judge_layouts(scenario, told, keep_logs=keep_logs, with_digest=with_digest)
@@ -117,13 +115,13 @@ def judge_simulated(
 def _judge_layouts(
     scenario: Scenario, backend: Simulated, *, keep_logs: bool, with_digest: bool
 ) -> CaseResult:
-    """Judge a case, with its second layout if it has one; arguments as for `judge_case`."""
+    """Judge a case and its second layout, if any; arguments as for `judge_case`."""
     if scenario.pair is not None:
         # Imported here, because few cases need it.
         from zero_sim.run.layout_pair import record_layout
         from zero_sim.targets.recorded import Replayed
 
-        # Explanations repeat steps with other rules, which the record does not have.
+        # Explanations repeat steps by other rules, which the record does not have.
         backend = replace(backend, trajectories=None, explainer="")
         target = backend.target or find_target(scenario.system.target)
         if not refusals(target, scenario):
@@ -140,9 +138,9 @@ def _judge_layouts(
 
 
 def _point_of(target: Target, pool: WorldPool) -> Point:
-    """Return the inferred point of a target in these worlds, if any."""
+    """Return a target's inferred point, if any, as a list to fill in."""
     points = _POINTS.setdefault(pool, [])
-    # By identity, because targets need no equality.
+    # By identity, because targets need not define equality.
     known = next((point for each, point in points if each is target), None)
     if known is None:
         known = []

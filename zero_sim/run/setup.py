@@ -1,4 +1,4 @@
-"""Setups of real backends: the cases that they can judge, and their orders of addition."""
+"""Setups of real backends: their cases and orders of addition."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from zero_sim.workloads import EXACT_MODELS
 
 RealBackend = Literal["gloo", "nccl"]
 WORKERS_MAX = 16
-"""Most ranks of a case on own workers, because all of them share this machine."""
+"""Most ranks of a case on own workers, which all share this machine."""
 OWN_ORDERS: Mapping[RealBackend, str] = {"gloo": "gloo", "nccl": "nccl-ring"}
-"""Order in which each backend adds by itself, according to its model, as set up here."""
+"""Modelled order in which each backend adds by itself, with our settings."""
 
-# A new backend needs an order before it can judge anything.
+# Without an order, a new backend could judge nothing.
 assert set(OWN_ORDERS) == set(get_args(RealBackend))
 
 
@@ -41,8 +41,8 @@ class Setup:
 
     backend: RealBackend
     native: bool = False
-    """True if the backend adds in its own order, overriding the cases' order. Then only results
-    that no order changes are compared exactly; others are compared with bounds."""
+    """True if the backend adds in its own order, overriding the cases' order. Results that do not
+    depend on the order are compared exactly, others with bounds."""
     ranks_max: int = WORKERS_MAX
     """Most ranks of a case."""
 
@@ -52,26 +52,26 @@ class Setup:
         return find_transport(self.backend).device_type
 
     def why_left_out(self, scenario: Scenario) -> str:
-        """Return the reason that a case cannot be judged here; empty if it can."""
-        # Plans count calls of simulated ranks.
+        """Return the reason why a case cannot be judged here; empty if it can."""
+        # Only the simulated world counts the calls of a planned fault.
         if scenario.faults:
             return "only the simulated world has planned faults"
         if processes_of(scenario) > self.ranks_max:
             return f"more than {self.ranks_max} ranks"
-        # Results that no order changes, or that are judged by bounds.
+        # The order does not matter for an exact model, nor for bounds.
         is_owed = scenario.model.name in EXACT_MODELS or not scenario.world.order_known
         if self.native and not self.is_own(scenario) and not is_owed:
             return f"the bits depend on an order that is not {self.backend}'s own"
         if self.native and scenario.world.order_known and self._rounds_before_the_sum(scenario):
             return "ranks divide before the sum by no power of two, so bits depend on the order"
-        # Ranks that fold the data themselves need no operation of the backend.
+        # If ranks fold data themselves, they need no reduce operation of the backend.
         missing = self._missing_ops(scenario) if self.order_of(scenario) is None else ()
         if missing:
             return f"{self.backend} by itself has no {', '.join(missing)}"
         return ""
 
     def _missing_ops(self, scenario: Scenario) -> tuple[str, ...]:
-        """Return the reduce operations that the system uses but the backend lacks."""
+        """Return the reduce operations that the system uses, but the backend lacks."""
         target = _registered(scenario)
         if target is None:
             return ()
@@ -79,13 +79,13 @@ class Setup:
         return tuple(op for op in reduce_ops_of(target, scenario) if op in lacks)
 
     def _rounds_before_the_sum(self, scenario: Scenario) -> bool:
-        """Return True if ranks round before the sum, which exact models have no bits for."""
+        """Return True if ranks round before the sum, so that even exact models depend on order."""
         target = _registered(scenario)
         if target is None:
             return False
         numerics = numerics_of(target, scenario)
         system = numerics.replayed(scenario, added_in=OWN_ORDERS[self.backend]).system
-        # A division after the sum rounds the same number in every order.
+        # A division after the sum rounds the same sum in every order.
         if system.divide not in ("pre", "premul"):
             return False
         parts = scenario.topology.tp * scenario.topology.pp
@@ -93,8 +93,7 @@ class Setup:
         count = count_contributions(
             system.divide_by,
             rank_count=ranks,
-            # If the number of micro-batches, or of rows, differs between steps, take 3: no power of
-            # two.
+            # Counts that differ between steps are no powers of two in some step, so take 3.
             micro_batches=3 if run.own_micro_batches else ranks * run.micro_batches,
             rows=3,
         )
@@ -112,12 +111,12 @@ class Setup:
             raise EnvironmentProblem(f"expected a case for backend {self.backend}, got one: {why}.")
 
     def is_own(self, scenario: Scenario) -> bool:
-        """Return True if a case names the backend's own order."""
+        """Return True if the case's order is the backend's own."""
         return scenario.world.order == OWN_ORDERS[self.backend]
 
     def relies_on_own(self, scenario: Scenario) -> bool:
         """Return True if the bits of a case depend on the backend's own order."""
-        # Two addends have one order only, and bounds hold for every order.
+        # Two addends have only one order, and bounds hold for every order.
         return (
             processes_of(scenario) > 2
             and scenario.world.order_known
@@ -126,11 +125,11 @@ class Setup:
         )
 
     def order_of(self, scenario: Scenario) -> str | None:
-        """Return the order in which ranks fold data; None if the backend adds by itself."""
+        """Return the order in which ranks fold data; None if the backend adds."""
         return None if self.native or self.is_own(scenario) else scenario.world.order
 
     def note(self, scenario: Scenario) -> str:
-        """Return a note on the order, and on whether the backend or the ranks added."""
+        """Return a note on the order, and on who adds: the backend or the ranks."""
         order = scenario.world.order
         if self.order_of(scenario) is None and not scenario.world.order_known:
             return f"{self.backend} added in its own order, unknown to the judge"
@@ -154,7 +153,7 @@ def own_setup(backend: RealBackend, *, native: bool = False) -> Setup:
 
 
 def _registered(scenario: Scenario) -> Target | None:
-    """Return the target that a case names, if it is ours or a library's."""
+    """Return the case's target if it is registered."""
     name = scenario.system.target
     is_known = name in (*target_names(), *library_target_names())
     return find_target(name) if is_known else None
@@ -163,7 +162,7 @@ def _registered(scenario: Scenario) -> Target | None:
 def judge_drifted(
     drift: OrderDrift, scenario: Scenario, setup: Setup, *, judge: Callable[[Scenario], CaseResult]
 ) -> CaseResult:
-    """Judge a case by bounds, because the backend drifted from the model that the case relies on.
+    """Judge a case by bounds if the backend does not add as modelled.
 
     Args:
         drift: Measured differences.
@@ -173,7 +172,7 @@ def judge_drifted(
     """
     why = why_order_matters(scenario)
     if why:
-        # Bounds cannot judge this case, so the drift is all that can be reported.
+        # Bounds cannot judge this case, so report the drift alone.
         return _drifted(scenario, setup, str(drift), why=why)
     world = replace(scenario.world, order_known=False)
     result = judge(replace(scenario, world=world))
@@ -186,7 +185,7 @@ def judge_drifted(
 
 
 def _drifted(scenario: Scenario, setup: Setup, drift: str, *, why: str) -> CaseResult:
-    """Return the result of a case that relies on a model which the backend does not follow."""
+    """Return the result of a case that neither the modelled order nor bounds can judge."""
     finding = Finding(
         check=Check.BACKEND_ORDER_DRIFT,
         message=f"{setup.backend} does not add in the modelled order {scenario.world.order!r}, so "

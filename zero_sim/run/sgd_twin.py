@@ -1,7 +1,7 @@
-"""Variant with SGD of a case that passes by its params alone.
+"""Twin of a case whose division of gradients was not observed: the same with a step of SGD.
 
 Adam and most other optimizers divide a gradient by its size, so params do not show if the gradient
-was averaged. A step of SGD with rate 1 shows it.
+was averaged. A step of SGD with learning rate 1 shows it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from zero_sim.targets import Target, class_of, refusals
 from zero_sim.targets.adapt import DIVISION
 
 TWIN_EVERY = 5
-"""Draw a twin for one in this many cases. Targets with SGD have cases of it anyway."""
+"""Fuzzing and conformance judge a twin once in this many cases. Targets with SGD run such cases
+anyway."""
 _LR = 1.0
-"""Large enough that a param in any dtype shows the size of its gradient."""
+"""Large, so that a param in any dtype shows the size of its gradient."""
 _NAME_CHARS_MAX = 900
 _WITH_SGD = re.compile(r" (with SGD in place of \w+)$")
 
@@ -30,7 +31,7 @@ Judge = Callable[[Scenario], CaseResult]
 def with_twin(
     result: CaseResult, scenario: Scenario, *, judge: Judge, find: Callable[[], Target]
 ) -> CaseResult:
-    """Judge the twin of a case, if nothing in the case showed the division of gradients.
+    """Judge the twin of a case if the case did not show the division of gradients.
 
     Args:
         result: Result of the case.
@@ -39,18 +40,18 @@ def with_twin(
         find: Returns the system under test; called if a twin is needed.
 
     Returns:
-        If the twin fails, its findings, with the case in `twin`. Otherwise `result`, with a note if
-        there is a twin.
+        If the twin fails, its result, with the twin in `twin`. Otherwise `result`, with a note if a
+        twin is needed.
 
     Raises:
-        ZeroSimError: Raised by `judge`.
+        ZeroSimError: `judge` raised it.
     """
     is_hidden = result.verdict == "pass" and DIVISION in result.unobserved
     # Planned faults and expected findings belong to the calls and steps of the case itself.
     if not is_hidden or scenario.faults or scenario.expect.finding:
         return result
     twin = twin_of(scenario)
-    # SGD may be missing in the target, or may not go with other settings of the case.
+    # The target may lack SGD, or SGD may not go with other settings.
     problems = [*check_scenario(twin), *refusals(find(), twin)]
     if problems:
         why = f"{problems[0].path}: {problems[0].message}"
@@ -60,7 +61,7 @@ def with_twin(
     judged = judge(twin)
     if judged.verdict == "pass":
         return _noted(result, f"passes {_how(twin)}, too, which shows the division of gradients")
-    # An error or an inconclusive twin proves nothing about the case.
+    # A twin that is inconclusive or ends with an error proves nothing about the case.
     if judged.verdict != "fail":
         why = judged.error or ", ".join(each.check for each in judged.findings)
         return _noted(result, f"the variant {_how(twin)} showed nothing: {judged.verdict}, {why}")
@@ -69,20 +70,19 @@ def with_twin(
 
 
 def twin_of(scenario: Scenario) -> Scenario:
-    """Return the case with one plain step of SGD.
+    """Return the case with a plain step of SGD.
 
-    Clipping, momentum and a small learning rate are left out, because they hide the size of a
-    gradient.
+    The twin has no clipping, momentum or small learning rate, which hide the size of a gradient.
 
     Args:
         scenario: A valid case.
     """
-    # Leave room for the suffix within the limit of names.
+    # Leave room for the suffix, because names are limited to 1,000 characters.
     name = scenario.name[:_NAME_CHARS_MAX]
     expect = ExpectSpec(
         nonzero_min=scenario.expect.nonzero_min, one_device=scenario.expect.one_device
     )
-    # Settings of the old optimizer would have no effect and be refused.
+    # Settings of the old optimizer have no effect now, and would be refused.
     return without_unused(
         replace(
             scenario,
@@ -99,21 +99,21 @@ def twin_of(scenario: Scenario) -> Scenario:
 
 
 def marked(result: CaseResult, scenario: Scenario) -> CaseResult:
-    """Return the result with a first finding that names the variant.
+    """Return the result; for a twin, with a first finding that names the variant.
 
     Args:
-        result: Result of the case, or of a smaller one.
-        scenario: The case. If it is no twin, the result is unchanged.
+        result: Result of the case, or of a smaller case.
+        scenario: A case, twin or not.
     """
     if not result.findings or not _WITH_SGD.search(scenario.name):
         return result
     first, *others = result.findings
-    # In the detail, because findings with equal messages count as equal.
+    # In the detail, because findings with equal messages count as the same.
     line = (
         f"found {_how(scenario)}, which hides the size of a gradient from params. If the "
         "engine has no SGD, leave 'sgd' out of Capabilities.optimizers"
     )
-    # Shrinking marks results again.
+    # Do not mark twice, because shrinking marks results again.
     if first.detail.startswith(line):
         return result
     detail = f"{line}\n{first.detail}".rstrip()

@@ -1,4 +1,4 @@
-"""Cases on simulated ranks, all in this process."""
+"""Cases on simulated ranks, which are threads of this process."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ from zero_sim.targets import Target, capabilities_of, find_target
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulated:
-    """Backend with ranks as threads of this process."""
+    """Backend with simulated ranks."""
 
     worlds: WorldPool
     target: Target | None = None
-    """The system under test; None for the scenario's registered one."""
+    """The system under test; None for the scenario's registered target."""
     turns: Sequence[Sequence[int]] = ()
     """Turns of an earlier run to repeat, one sequence per world."""
     device: str = "cpu"
     own: RankLocalState | None = None
-    """Preparations for ranks, replacing those that the target declares."""
+    """Preparations for ranks, instead of those for the target's declared state."""
     trajectories: Trajectories | None = None
-    """Steps of references in earlier cases; new ones are added."""
+    """Steps that references computed in earlier cases. This run adds its own."""
     explainer: str = ""
     """As for `JudgedGroup`."""
     read_step: int | None = None
-    """Step in which the params that forwards read are recorded; None for none."""
+    """Step in which to record the params that forwards read; None for none."""
 
     def run(self, scenario: Scenario) -> CaseRun:
         """Run a case."""
@@ -78,11 +78,11 @@ class Simulated:
             target = self.target or find_target(scenario.system.target)
             ranks.own = self.own or rank_local_state(target, ranks_max=threads_max)
             if ranks.own is not None:
-                # Until the case ends, because a reload runs a second world.
+                # Keep it until the case ends, because a reload runs a second world.
                 kept.enter_context(ranks.own.installed())
             return target
 
-        # Restored below: the caller's process may do other work.
+        # Restored below, because the caller's process may do other work.
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -103,20 +103,20 @@ class Simulated:
 
 @dataclass(slots=True)
 class _AllRanks:
-    """All ranks of one simulated world after another."""
+    """All ranks of a case, in one simulated world after the other."""
 
     backend: Simulated
     logs: list[EventLog] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     own: RankLocalState | None = None
-    """Preparations for ranks of a target that declares rank-local state."""
+    """Preparations for ranks, if the target declares rank-local state."""
 
     def run(self, segment: Segment, index: int, trial: Trial, *, target: Target) -> None:
-        """Run a segment, as in `Ranks`. A world that fails without a rank's error is a finding."""
+        """Run a segment, as in `Ranks`. If a world fails but no rank raised, this is a finding."""
         world = self.backend.worlds.world_for(segment.scenario)
         log = EventLog()
         view = View(
-            # Findings contain the position in the log.
+            # Findings contain their position in the log.
             calls_made=log.collectives.__len__,
             trajectories=self.backend.trajectories,
             explainer=self.backend.explainer,
@@ -124,7 +124,8 @@ class _AllRanks:
         contexts = trial.build_contexts(segment, target=target, view=view)
         replay = None
         if index < len(self.backend.turns):
-            # Not strict: another version may issue other calls, so note where the run diverges.
+            # Not strict, because another version may issue other calls. A note reports where the
+            # runs diverge.
             replay = Replay(self.backend.turns[index], strict=False)
             world.configure(schedule=replay)
         program = build_program(
@@ -137,7 +138,7 @@ class _AllRanks:
         )
 
         def on_device(rank: int) -> None:
-            # The current device is a setting of each thread.
+            # Each thread has its own current device.
             use_in_thread(trial.device)
             with nullcontext() if self.own is None else self.own.in_rank():
                 program(rank)
@@ -163,7 +164,8 @@ class _AllRanks:
         trial.found.extend(
             check_crossing(log.collectives, [context.dp_cp_group for context in contexts])
         )
-        # A wrong number may change the calls that follow, and a planned fault changes them too.
+        # Costs are meaningless after a wrong value or a planned fault, which may change later
+        # calls.
         if not trial.is_wrong() and not segment.scenario.faults:
             for context in contexts:
                 trial.found.extend(_check_costs(context, log, target=target))
@@ -174,10 +176,10 @@ class _AllRanks:
 
 
 def _check_costs(context: GroupContext, log: EventLog, *, target: Target) -> Iterator[Finding]:
-    """Check a group's costs against declared ones, and against relations of any system."""
+    """Check a group's costs against declared costs, and against relations valid in any system."""
     judge, scenario = context.judge, context.dp_cp_group.scenario
     group = judge.group
-    # Some rank did not get to its first step.
+    # Without notes, a rank has not reached its first step.
     if len(judge.notes) < len(group.world_ranks):
         return
     costs = judge.notes[0].costs
@@ -189,12 +191,12 @@ def _check_costs(context: GroupContext, log: EventLog, *, target: Target) -> Ite
     volume = next(_check_volume(context, called, target=target), None)
     if volume is not None:
         yield volume
-    # With a wrong number of calls, their timing is wrong as well.
+    # If the calls are wrong, so is their timing: report only the calls.
     if volume is None and costs.calls_in_flight is not None:
         yield from check_overlapping(called, costs.calls_in_flight)
     if volume is not None or costs.in_flight is None:
         return
-    # A target's own form, or the closed form of our system below.
+    # A target's own form first; below, the closed form of our system.
     if costs.in_flight != "textbook":
         yield from check_in_flight(called, costs.in_flight)
         return
@@ -208,7 +210,7 @@ def _check_costs(context: GroupContext, log: EventLog, *, target: Target) -> Ite
 
 
 def _check_volume(context: GroupContext, called: Called, *, target: Target) -> Iterator[Finding]:
-    """Yield findings about a group's calls, with declared costs first."""
+    """Yield findings about a group's calls: declared costs first, then relations."""
     judge, scenario = context.judge, context.dp_cp_group.scenario
     group = judge.group
     costs, records = judge.notes[0].costs, called.log.collectives
@@ -238,12 +240,12 @@ def _check_volume(context: GroupContext, called: Called, *, target: Target) -> I
 
 
 def _world_finding(failed: WorldFailure, faults: Sequence[FaultRecord]) -> Finding:
-    """Return the finding for a world that failed, though no rank raised."""
+    """Return the finding for a world that failed although no rank raised."""
     head, _, rest = str(failed).partition("\n")
     check, rank = Check.WORLD_FAILED, None
     match failed:
         case Deadlock():
-            # A planned stall deadlocks the others, which is expected.
+            # The plan stalls a rank, so a deadlock of the others is expected.
             planned = any(record.kind == "stall" and record.fired for record in faults)
             check = Check.WORLD_STALLED_BY_PLAN if planned else Check.WORLD_DEADLOCK
         case ContractViolation():

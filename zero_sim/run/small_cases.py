@@ -1,4 +1,4 @@
-"""Small cases that commands vary to find out how a target behaves."""
+"""Small cases that commands vary to find out how a target computes."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ BASE = Scenario(
     schema=1,
     name="3 ranks",
     model=ModelSpec(name="mlp", hidden=3, blocks=1),
-    # Adam divides a gradient by its size. With a small rate, params would not show the last bits
-    # of the quotient.
+    # Adam divides a gradient by its size. With a small learning rate, params would not show the
+    # quotient's last bits.
     optimizer=OptimizerSpec(lr=0.1),
-    # Three ranks: the least at which orders differ and a division rounds.
+    # At least three ranks, because with two all orders are equal and divisions are exact.
     world=WorldSpec(size=3),
     run=RunSpec(steps=1),
 )
 
 
 def changed(case: Scenario, name: str = "", **fields: Any) -> Scenario:
-    """Return the case with fields of its tables replaced.
+    """Return the case with some fields replaced.
 
     Args:
         case: Any case.
         name: Name of the new case; empty to keep it.
-        fields: By table name, a mapping of its fields, or a whole table.
+        fields: New fields by table name; a mapping of the table's fields, or a whole table.
     """
     new = {
         table: replace(getattr(case, table), **said) if isinstance(said, Mapping) else said
@@ -50,18 +50,18 @@ def with_model(base: Scenario, name: AnyModelName, *, divisor: int = 1) -> Scena
     Args:
         base: Any case.
         name: Name of the model.
-        divisor: All free sizes are multiples of this.
+        divisor: Number that all free sizes must be multiples of.
     """
     bare = ((rounded(3, divisor),), (rounded(2, divisor), 2))
     shapes = bare if name in ("params", "bit-hash") else None
     # The default width fits every model.
     hidden = rounded(ModelSpec(name=name).hidden, divisor)
     if name in EXACT_MODELS:
-        # A division by three before the sum rounds, so an exact model would not be exact.
+        # Dividing by three before the sum rounds, so the model would not be exact.
         base = changed(base, world={"size": min(2, base.world.size)})
     return changed(base, model=ModelSpec(name=name, shapes=shapes, hidden=hidden))
 
 
 def rounded(number: int, divisor: int) -> int:
-    """Return the least multiple of a divisor that is at least a number."""
+    """Round a number up to a multiple of a divisor."""
     return -(-number // divisor) * divisor

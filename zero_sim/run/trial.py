@@ -1,7 +1,7 @@
-"""A case as one process runs it, segment by segment, until it has a finding.
+"""Run of a case in one process, segment by segment, until there is a finding.
 
-A simulated world has all ranks in one process. Real ranks have a process each. `Ranks` covers the
-differences; the program, the judges and the charging of errors are the same.
+A simulated world has all ranks in one process, whereas each real rank has its own process. `Ranks`
+covers the differences. Programs, judges and the charging of errors are the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zero_sim.targets.rank_local import why_not_judged
 
 
 class Ranks(Protocol):
-    """Ranks that a process runs: all of a simulated world, or its own."""
+    """Ranks that a process runs: a whole simulated world, or its own rank."""
 
     def run(self, segment: Segment, index: int, trial: Trial, *, target: Target) -> None:
         """Run consecutive steps in one world.
@@ -34,7 +34,7 @@ class Ranks(Protocol):
         Args:
             segment: The steps.
             index: Index of the segment in the case.
-            trial: Builds the contexts of the ranks, and receives findings that are not the judges'.
+            trial: Builds the ranks' contexts, and receives findings that judges do not have.
             target: The system under test.
 
         Raises:
@@ -43,7 +43,7 @@ class Ranks(Protocol):
         ...
 
     def is_wrong_anywhere(self, index: int, is_wrong_here: bool) -> bool:
-        """Return True if this or another process has a finding in a segment."""
+        """Return True if any process has a finding in a segment."""
         ...
 
 
@@ -52,25 +52,25 @@ class Trial:
     """State of a running case in one process."""
 
     device: str = "cpu"
-    """Device of its ranks and references."""
+    """Device of ranks and references."""
     added_in: str | None = None
-    """Order in which the backend adds; None for the order that the case names."""
+    """Order in which the backend adds; None for the case's order."""
     judges: list[Judge] = field(default_factory=list)
     references: dict[int, AnyReference] = field(default_factory=dict)
-    """References by group index. They continue if a checkpoint moves the case to another world."""
+    """References by group index. They continue after a reload into another world."""
     outcome: Outcome = field(default_factory=Outcome)
     found: list[Finding] = field(default_factory=list)
-    """Findings that are not the judges'."""
+    """Findings that judges do not have."""
     failure: Failure | None = None
     drifts: Sequence[str] = ()
-    """Calls that the backend adds in another order than the case relies on. The case was not judged
-    then."""
+    """Differences from the order that the case relies on. If there are any, the case was not
+    judged."""
     measured: Sequence[str] = ()
     """Measured orders of communicators, in words."""
     other_version: str = ""
     """Installed version of the system's library, in words; empty if it is the supported one."""
     raised_at: float | None = None
-    """Time at which a rank raised, if earlier than the report of its failure."""
+    """Time at which a rank raised; None for the time at which its failure is recorded."""
 
     def run(
         self,
@@ -86,7 +86,7 @@ class Trial:
             segments: All segments, in order.
             ranks: Ranks of this process.
             find: Returns the system under test.
-            rank_threads: Most threads of this process that compute.
+            rank_threads: Most rank threads in this process.
         """
         try:
             with computing_on(self.device, rank_threads=rank_threads) as settled:
@@ -100,14 +100,14 @@ class Trial:
     ) -> None:
         segment = segments[0]
         try:
-            # Here, because finding a target may raise errors that are charged to the user or the
-            # machine.
+            # Within `try`, because finding a target may raise errors of the user or the machine.
             target = find()
             self.other_version = why_not_judged(target)
             check_asked(target, segment.scenario)
             for index, segment in enumerate(segments):
                 ranks.run(segment, index, self, target=target)
-                # After a finding, a checkpoint would carry its values into the next world.
+                # Stop after a finding, because a checkpoint carries wrong values into the next
+                # world.
                 is_last = index + 1 == len(segments)
                 if is_last or ranks.is_wrong_anywhere(index, self.is_wrong()):
                     break
@@ -124,7 +124,7 @@ class Trial:
         rank: int | None = None,
         traceback_text: str = "",
     ) -> None:
-        """Record the reason that this process does not continue.
+        """Record the error that ends the case in this process.
 
         Args:
             error: The error.
@@ -133,7 +133,7 @@ class Trial:
             traceback_text: Its traceback.
         """
         kind = kind or _kind_of(error)
-        # Our own errors are worded for users; those of a system need their class.
+        # Our own errors are worded for users. A system's error also needs the name of its class.
         name = f"{type(error).__name__}: " if kind == "system" else ""
         self.failure = Failure(
             kind=kind,
@@ -148,7 +148,7 @@ class Trial:
     def build_contexts(
         self, segment: Segment, *, target: Target, view: View
     ) -> Sequence[GroupContext]:
-        """Build the context of every dp-cp group; arguments as for `contexts.build_contexts`."""
+        """Build the contexts of all dp-cp groups; arguments as for `contexts.build_contexts`."""
         contexts = build_contexts(
             segment,
             references=self.references,
@@ -158,13 +158,13 @@ class Trial:
             view=view,
         )
         self.judges.extend(context.judge for context in contexts)
-        # Once per case: a later segment has the same rule.
+        # Only once, because a later segment has the same rule.
         if segment.load is None:
             self._note_trust(contexts[0], target=target)
         return contexts
 
     def _note_trust(self, context: GroupContext, *, target: Target) -> None:
-        """Note an update rule that the reference takes from the target."""
+        """Note the things that this case takes on trust: a second layout, the target's own rule."""
         scenario = context.dp_cp_group.scenario
         if scenario.pair is not None:
             self.outcome.notes.append("params and state are compared with those of another layout")
@@ -179,15 +179,14 @@ class Trial:
         self.outcome.notes.extend(trust_in_words(rules, spec=scenario.optimizer, params=params))
 
     def is_wrong(self) -> bool:
-        """Return True if there is any finding so far."""
+        """Return True if there is a finding."""
         return bool(self.found) or any(judge.findings() for judge in self.judges)
 
     def report(self, *, with_buffer_maps: bool = False) -> Report:
         """Return the report of this process.
 
         Args:
-            with_buffer_maps: True to draw buffers of findings. Then all ranks must be in this
-                process.
+            with_buffer_maps: True to include buffer maps, which need all ranks in this process.
         """
         return Report(
             judged=[judge.judge_report() for judge in self.judges],
@@ -202,14 +201,10 @@ class Trial:
         )
 
     def _charge(self, failed: RankFailed, *, segment: Segment) -> None:
-        """Charge a rank's error to the machine, the user, the harness or the system.
-
-        After all engines were built, or while a checkpoint is loaded, a refusal is the system's
-        failure.
-        """
+        """Charge a rank's error to the machine, the user, the harness or the system."""
         error, kind = failed.error, _kind_of(failed.error)
-        # An error while engines are built may be a refusal of settings, which is the user's
-        # mistake.
+        # While engines are built, a refusal of settings is the user's mistake. Later, or while a
+        # checkpoint is loaded, it is the system's failure.
         has_started = bool(self.judges) and all(judge.has_started for judge in self.judges)
         is_refusal = kind == "user" and not isinstance(error, ProtocolError | UntrainableError)
         if is_refusal and (has_started or segment.load is not None):
@@ -217,14 +212,14 @@ class Trial:
         is_asked = has_started and not self.is_wrong() and not segment.scenario.faults
         if kind == "system" and is_asked:
             try:
-                # If the references cannot compute the step either, it is not the system's failure.
+                # If references cannot compute this step either, the system is not to blame.
                 self._ask_references(segment)
             except (EnvironmentProblem, UntrainableError, JudgeFailed) as of_ours:
                 error, kind = of_ours, _kind_of(of_ours)
         self.fail(error, kind=kind, rank=failed.rank, traceback_text=failed.traceback_text)
 
     def _ask_references(self, segment: Segment) -> None:
-        """Let the references compute the step in which a rank failed.
+        """Compute the step in which a rank failed, by the references.
 
         Raises:
             UntrainableError: The step cannot be computed.
@@ -238,7 +233,7 @@ class Trial:
 
 
 def _kind_of(error: BaseException) -> FailureKind:
-    """Return the party to which an error is charged, by its type."""
+    """Return the party that an error of this type is charged to."""
     match error:
         case EnvironmentProblem():
             return "machine"
