@@ -1,1 +1,1 @@
-"""Costs of ZeRO in closed form, and observers that measure them: traffic, memory, overlap."""
+"""Closed forms of ZeRO's costs (traffic, memory, overlap), and observers that measure them."""

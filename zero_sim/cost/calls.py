@@ -1,7 +1,7 @@
-"""Closed form of the collectives that textbook ZeRO makes in a step on one rank.
+"""Closed form of a rank's collectives in a textbook ZeRO step.
 
-Derived from the scenario and the sizes of the params only, without tensors and without the code of
-the layout under test. So they are also available for 16,384 ranks.
+It needs only the scenario and param sizes: no tensors, so that it also covers 16,384 ranks, and no
+code of the layout under test.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.scenario.tp_block import activation_elems, is_tp_block, rows_of
 
 WHOLES: Final[Mapping[str, int]] = {"muon": 1, "lamb": 2}
-"""Optimizers that need whole params: fp32 numbers per element that each step gathers in full."""
+"""fp32 numbers per element that each step gathers, for optimizers that need whole params."""
 
 NORM_ELEMS = 3
-"""Elements of the control message for the norm: sum of squares, zeros, overflows."""
+"""Elements of the norm's control message: sum of squares, zeros, overflows."""
 
 Among = Literal["group", "block", "across", "parts"]
 """Members of a call:
 
-    group   all ranks that train params of one kind
-    block   the ranks that shard them: one shard group
-    across  the ranks with the same shard in all shard groups
-    parts   the same dp-cp rank in all tensor- and pipeline-parallel parts of the model
+    group   all ranks that train params of this kind
+    block   a shard group
+    across  ranks with the same shard in all shard groups
+    parts   a model-parallel group: the same group rank in all dp-cp groups
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedCall:
-    """A collective of one rank."""
+    """A planned collective."""
 
     kind: str
     among: Among
     ranks: range
-    """Members as ranks of the dp-cp group; for `parts`, indices of the parts."""
+    """Members as group ranks in the dp-cp group; for `parts`, indices of dp-cp groups."""
     elems: int
     """Elements that the rank contributes, counted as in the event log."""
     dtype: str
     elem_bytes: int
     is_control: bool = False
-    """True for messages of fixed or per-param length: the norm, row counts, scales."""
+    """True for messages with a fixed length, or a length per param: norm, row counts, scales."""
 
     @property
     def call(self) -> Call:
-        """Kind, group size and elements: the key for comparisons with the event log."""
+        """Kind, group size and elements, for comparison with the event log."""
         return (self.kind, len(self.ranks), self.elems)
 
     @property
@@ -63,29 +63,29 @@ class PlannedCall:
 def planned_calls(
     sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int, skipped: bool = False
 ) -> Counter[PlannedCall]:
-    """Return the calls of one rank in one step, in no particular order.
+    """Return a rank's calls in a step, in no particular order.
 
     Args:
-        sizes: Trained params of the rank, in registration order.
-        scenario: The case as its dp-cp group sees it.
-        rank: Rank in the dp-cp group.
+        sizes: The rank's trained params, in registration order.
+        scenario: The dp-cp group's case.
+        rank: Group rank.
         skipped: True if the step was skipped, so no params were gathered.
     """
     return Counter(_planned_calls(tuple(sizes), scenario, rank, skipped))
 
 
-# Cached because both the calls and their bytes are checked against it, for each step window.
+# Cached, because the checks of calls and bytes both need it for each step.
 @lru_cache(maxsize=64)
 def _planned_calls(
     sizes: tuple[ParamSize, ...], scenario: Scenario, rank: int, skipped: bool
 ) -> Counter[PlannedCall]:
     system = scenario.system
     calls = Counter(_of_few_numbers(sizes, scenario=scenario, rank=rank, skipped=skipped))
-    # With sync = "every", each micro-batch is reduced; otherwise only the last.
+    # With sync = "every", each micro-batch is reduced; otherwise, only the last.
     sums = scenario.run.micro_batches if system.sync == "every" else 1
     for form in by_registration(sizes, scenario=scenario, rank=rank):
         calls += _calls_of_bucket(form, scenario=scenario, rank=rank, sums=sums, skipped=skipped)
-    # With reduce buffers, gradients travel in units of their own instead of by bucket.
+    # With reduce buffers, gradients are reduced by grad unit, not by bucket.
     for unit in grad_forms(sizes, scenario=scenario, rank=rank):
         calls += _calls_of_grads(unit, scenario=scenario, rank=rank, sums=sums)
     calls += calls_of_layers(scenario, rank=rank)
@@ -93,15 +93,7 @@ def _planned_calls(
 
 
 def calls_of_layers(scenario: Scenario, *, rank: int) -> Counter[PlannedCall]:
-    """Return the calls by which tensor-parallel ranks run split layers in one step.
-
-    Each block makes two sums per forward, per recomputed forward and per backward. If ranks keep
-    only their part of a checkpoint, it also makes a gather.
-
-    Args:
-        scenario: The case as its dp-cp group sees it.
-        rank: Rank in the dp-cp group.
-    """
+    """Return a group rank's calls in split layers over tensor-parallel ranks, in a step."""
     calls: Counter[PlannedCall] = Counter()
     tp, system = scenario.topology.tp, scenario.system
     if not is_tp_block(scenario) or tp == 1:
@@ -122,10 +114,10 @@ def calls_of_layers(scenario: Scenario, *, rank: int) -> Counter[PlannedCall]:
             elem_bytes=each,
         )
 
-    # Forward and backward, and with activation checkpoints the forward again in backward.
+    # Forward and backward; with activation checkpoints, backward runs the forward again.
     runs = 2 if system.checkpoints == "none" else 3
+    # Each pass through a block has two sums: after attention and after the MLP.
     calls[among_parts("all_reduce", elems)] = 2 * runs * times
-    # Two sums per pass: after attention and after the MLP.
     if system.checkpoints == "split":
         # Each rank contributes its part of the checkpoint, rounded up (ZeRO, section 6.1).
         calls[among_parts("all_gather", -(-elems // tp))] = times
@@ -135,7 +127,7 @@ def calls_of_layers(scenario: Scenario, *, rank: int) -> Counter[PlannedCall]:
 def _calls_of_grads(
     form: GradForm, *, scenario: Scenario, rank: int, sums: int
 ) -> Counter[PlannedCall]:
-    """Return the calls that reduce one grad unit in a step; arguments as `_calls_of_bucket`."""
+    """Return the calls that reduce a grad unit `sums` times in a step."""
     among = ranks_among(form.kind, scenario=scenario, rank=rank, group_size=form.group_size)
     calls: Counter[PlannedCall] = Counter()
     for kind, _, elems in form.sum_calls:
@@ -154,17 +146,9 @@ def _calls_of_grads(
 def _calls_of_bucket(
     form: BucketForm, *, scenario: Scenario, rank: int, sums: int, skipped: bool = False
 ) -> Counter[PlannedCall]:
-    """Return the calls that move one bucket in one step.
-
-    Args:
-        form: The bucket.
-        scenario: The case as its dp-cp group sees it.
-        rank: Rank in the dp-cp group.
-        sums: Number of reductions of its gradients.
-        skipped: True if the step was skipped.
-    """
+    """Return the calls that move a bucket in a step, if it is reduced `sums` times."""
     ranks = ranks_among(form.kind, scenario=scenario, rank=rank, group_size=form.group_size)
-    # fp8 travels as bytes, because backends have no fp8 collectives.
+    # fp8 values are sent as bytes, because backends have no fp8 collectives.
     moved = "uint8" if form.param_dtype.startswith("float8") else form.param_dtype
     grads, params = (form.grad_dtype, form.grad_bytes), (moved, form.param_bytes)
     calls: Counter[PlannedCall] = Counter()
@@ -183,21 +167,20 @@ def _calls_of_bucket(
             calls[planned] += count
 
     if not form.is_sharded:
-        # Stage 0: a plain all-reduce over every rank with a copy; nothing is gathered.
+        # Stage 0: a plain all-reduce over all ranks with a copy, and no gather.
         add(form.sum_call, "group", grads, sums)
         add(form.sent_back_call, "group", grads, sums)
         return calls
     if scenario.system.reduce_buffer_elems is None:
-        # Otherwise `_calls_of_grads` counts the reductions.
+        # With reduce buffers, `_calls_of_grads` counts the reductions.
         add(form.sum_call, "block", grads, sums)
         add(form.sent_back_call, "block", grads, sums)
-    # Replicas of a shard: a second sum, over the ranks with the same shard.
+    # With replicas, a second sum joins the ranks with the same shard.
     add(form.copies_call, "across", grads, sums)
     gathers = gathers_of_step(scenario, is_last=form.is_last, skipped=skipped)
     for call in form.gather_calls:
         add(call, "block", params, gathers)
-    # Muon and LAMB need whole tensors in fp32. A skipped step and a bucket that is not cut need no
-    # gather.
+    # Muon and LAMB need whole tensors in fp32. Skipped steps and uncut buckets need no gather.
     wholes = 0 if skipped or not form.is_cut else WHOLES.get(scenario.optimizer.name, 0)
     add(form.whole_call, "block", ("float32", 4), wholes)
     return calls
@@ -206,28 +189,21 @@ def _calls_of_bucket(
 def calls_of_step(
     sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int, skipped: bool
 ) -> Counter[Call]:
-    """Return the same calls by kind, group size and elements; arguments as `planned_calls`."""
+    """Count a step's calls by kind, group size and elements; arguments as for `planned_calls`."""
     calls: Counter[Call] = Counter()
     planned = planned_calls(sizes, scenario=scenario, rank=rank, skipped=skipped)
     for call, count in planned.items():
-        # Calls that differ in dtype or members only have one key.
+        # Add, because calls that only differ in dtype or members have the same key.
         calls[call.call] += count
     return calls
 
 
 def ranks_among(kind: str, *, scenario: Scenario, rank: int, group_size: int) -> dict[Among, range]:
-    """Return the members of each kind of call, as ranks of the dp-cp group.
-
-    Args:
-        kind: `dense` or `expert`.
-        scenario: The case as its dp-cp group sees it.
-        rank: Rank in the dp-cp group.
-        group_size: Number of ranks that shard the params.
-    """
-    # Experts are assigned round-robin, so ranks `ep` apart hold the same ones.
+    """Return the members of a group rank's calls, as group ranks."""
+    # Experts are assigned round-robin, so ranks `ep` apart hold the same experts.
     ways = scenario.topology.ep if kind == "expert" else 1
     holders = range(rank % ways, scenario.world.size, ways)
-    # Shard groups are contiguous runs of the holders.
+    # A shard group has consecutive holders.
     place = rank // ways
     first = place - place % group_size
     return {
@@ -239,19 +215,16 @@ def ranks_among(kind: str, *, scenario: Scenario, rank: int, group_size: int) ->
 
 
 def gathers_of_step(scenario: Scenario, *, is_last: bool, skipped: bool) -> int:
-    """Return the number of gathers of a bucket's params in a step.
-
-    Stages 1 and 2 gather once, after the update. Stage 3 gathers in every micro-batch before
-    forward, and again before backward if params were resharded. The last bucket of a forward is
-    never resharded. A forward under `no_grad` keeps nothing, so it adds a gather.
-    """
+    """Return how often a step gathers a bucket's params."""
     system = scenario.system
     if system.stage < 3:
+        # Stages 1 and 2 gather after the update, and a skipped step has no update.
         return 0 if skipped else 1
-        # A skipped step leaves params unchanged.
+    # Stage 3 gathers before each forward, and again before backward unless params were kept. The
+    # last bucket of a forward is always kept, because backward needs it first.
     kept = is_last or not system.reshard_after_forward
-    # Backward needs the last bucket of a forward first, so resharding it would be wasted.
     after_step = system.gather_after_step and not skipped
+    # A forward under `no_grad` keeps nothing, so it adds a gather.
     evaluations = scenario.run.evaluate != "never"
     return scenario.run.micro_batches * (1 if kept else 2) + evaluations + after_step
 
@@ -271,19 +244,19 @@ def _of_few_numbers(
         )
 
     system, everybody = scenario.system, range(scenario.world.size)
-    # One message carries all of the norm: sum of squares, zeros and overflows, in fp64.
+    # A single fp64 message for the norm; see `NORM_ELEMS`.
     yield few(everybody, NORM_ELEMS, "float64", 8, "group")
     parts = scenario.topology.tp * scenario.topology.pp
     if parts > 1:
-        # The norm covers all parts of the model, so the parts add theirs.
+        # The norm covers the whole model, so a second message sums over its parts.
         yield few(range(parts), NORM_ELEMS, "float64", 8, "parts")
     if counts_over_ranks(scenario):
-        # The divisor of gradients: tokens or micro-batches, counted over all ranks.
+        # The gradients' divisor: tokens or micro-batches, counted over all ranks.
         yield few(everybody, 1, "int64", 8, "group")
     if not system.stage or skipped:
-        # Without shards every rank computes the scales alone; a skipped step writes no params.
+        # Without shards, each rank computes all scales. A skipped step writes no params.
         return
-    # fp8 scales: a maximum over the shards of each kind, one element per fp8 param.
+    # fp8 scales: a maximum over shards, with one element per fp8 param.
     for kind, ways in (("dense", 1), ("expert", scenario.topology.ep)):
         count = sum(size.kind == kind and size.dtype.startswith("torch.float8") for size in sizes)
         if count:

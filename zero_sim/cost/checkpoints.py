@@ -1,4 +1,4 @@
-"""Activation checkpoints in closed form, and the check of a rank's measured bytes."""
+"""Activation checkpoint bytes: closed form, and check."""
 
 from __future__ import annotations
 
@@ -18,35 +18,23 @@ _ELEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def checkpoint_bytes(scenario: Scenario, *, rank: int) -> int:
-    """Return the bytes of activation checkpoints between a forward and its backward.
-
-    Args:
-        scenario: The case as its dp-cp group sees it.
-        rank: Rank in the dp-cp group.
-    """
+    """Return the activation checkpoint bytes between a forward and its backward."""
     kept = scenario.system.checkpoints
     if not is_tp_block(scenario) or kept == "none":
         return 0
     elems = activation_elems(scenario, rows=rows_of(scenario, rank=rank))
     if kept == "split":
-        # P_a of ZeRO-R (arXiv 1910.02054, section 6.1): each tensor-parallel rank keeps one of
-        # `tp` parts, rounded up.
+        # P_a of ZeRO-R (arXiv 1910.02054, section 6.1): each tensor-parallel rank keeps its part
+        # of the checkpoint, rounded up.
         elems = -(-elems // scenario.topology.tp)
-    # One checkpoint per block: its input.
+    # A block's checkpoint is its input.
     return scenario.model.blocks * elems * _ELEM_BYTES[scenario.model.dtype]
 
 
 def check_checkpoints(
     moments: Sequence[Moment], *, owed: int, step: int, rank: int
 ) -> Iterator[Finding]:
-    """Check the bytes of activation checkpoints at the end of a forward.
-
-    Args:
-        moments: Moments of the step.
-        owed: Expected bytes.
-        step: Index of the step.
-        rank: Rank in the dp-cp group.
-    """
+    """Check the activation checkpoint bytes after each forward in a step."""
     for moment in moments:
         if moment.what == "forward" and moment.bytes != owed:
             yield Finding(

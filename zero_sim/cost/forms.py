@@ -1,7 +1,6 @@
-"""Closed form of the buckets that a textbook ZeRO layout has.
+"""Closed form of the buckets in a textbook ZeRO layout.
 
-Derived from the scenario and the sizes of the params only, without the code of the layout under
-test.
+It needs only the scenario and param sizes, not the code under test.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 SumBy = Literal["reduce-scatter", "all-reduce", "first-rank"]
 Call = tuple[str, int, int]
-"""Kind of a collective, size of its group, and elements that a rank contributes."""
+"""Kind of a collective, group size, and elements that a rank contributes."""
 
 
 def in_words(call: Call) -> str:
@@ -32,7 +31,7 @@ def in_words(call: Call) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamSize:
-    """Sizes and dtypes of one param."""
+    """Sizes and dtypes of a param."""
 
     name: str
     kind: str
@@ -42,29 +41,29 @@ class ParamSize:
     param_bytes: int
     """Bytes per element."""
     grad_bytes: int
-    """Bytes per element of the gradient that autograd produces."""
+    """Bytes per element in autograd's gradient."""
     grad_dtype: str = ""
-    """Dtype of the gradient; empty for the param's own."""
+    """Dtype of autograd's gradient; empty for the param's dtype."""
     row_elems: int = 1
-    """Elements per row of dim 0; 1 for scalars and empty params."""
+    """Elements per row (dim 0); 1 for scalars and empty params."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cuts:
-    """Cuts of a bucket into shards."""
+    """Cuts between a bucket's shards."""
 
     elems: int
     shards: int
     owner: int | None = None
-    """Shard that has all elements; None if they are spread as evenly as possible."""
+    """Shard that has all elements; None to spread them as evenly as possible."""
 
     def start(self, shard: int) -> int:
-        """Return the first element of a shard; `elems` for the index after the last shard."""
+        """Return a shard's first element; `elems` for the index after the last shard."""
         if self.owner is not None:
+            # All other shards are empty: those before the owner start at 0, those after at the end.
             return 0 if shard <= self.owner else self.elems
-            # Shards after the owner are empty and start at the end.
         shortest, longer_count = divmod(self.elems, self.shards)
-        # The first `longer_count` shards have one element more.
+        # The first `longer_count` shards have an additional element.
         return shard * shortest + min(shard, longer_count)
 
     def owners_of(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -72,12 +71,12 @@ class Cuts:
         shortest, longer_count = divmod(self.elems, self.shards)
         first = self.owner or 0
         if self.owner is None and start < stop:
-            # Jump to the shard of `start`: among the longer shards or after them.
+            # Jump to the shard that contains `start`: a longer shard, or one after these.
             behind = start - longer_count * (shortest + 1)
             first = start // (shortest + 1) if behind < 0 else longer_count + behind // shortest
         while start < stop:
             end = min(self.start(first + 1), stop)
-            # Empty shards, as of ranks beyond the elements, are passed over.
+            # Pass over empty shards: there may be more ranks than elements.
             if end > start:
                 yield first, end - start
             start, first = max(start, end), first + 1
@@ -85,7 +84,7 @@ class Cuts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketForm:
-    """A non-empty bucket, from the view of one rank."""
+    """A non-empty bucket, as one rank has it."""
 
     names: tuple[str, ...]
     """All its params, in registration order."""
@@ -97,25 +96,25 @@ class BucketForm:
     cuts: Cuts
     """Shards, padding included."""
     shard: int
-    """Index of this rank's shard."""
+    """Shard index of this rank."""
     group_size: int
-    """Number of ranks that shard it; at stage 0, that sum it."""
+    """Shard group size; at stage 0, number of ranks that sum the bucket."""
     replica_count: int
     is_sharded: bool
-    """True if each rank has one shard; False at stage 0, where each has everything."""
+    """False at stage 0, where each rank has the whole bucket."""
     sum_by: SumBy
-    """Reduction of its gradients. `first-rank`: the first rank adds the gradients of all ranks and
+    """Gradient reduction. `first-rank`: the first rank adds all ranks' gradients and
     broadcasts the sum."""
     is_last: bool
-    """True for the last bucket of a forward: among buckets sharded by the same group, the one whose
-    first param is registered last."""
+    """True for the last bucket of a forward. Its first param is registered last, among buckets
+    sharded by the same group."""
     param_bytes: int
     grad_bytes: int
     param_dtype: str
     """Dtype name as in the event log, such as `bfloat16`."""
     grad_dtype: str
     chunk_elems: int | None = None
-    """Elements per rank in each partial gather; None to gather the bucket at once."""
+    """Elements per rank in each gathered chunk; None to gather the bucket at once."""
 
     @property
     def elems(self) -> int:
@@ -124,7 +123,7 @@ class BucketForm:
 
     @property
     def shard_elems(self) -> int:
-        """Elements of this rank's shard, including padding."""
+        """Elements in this rank's shard, including padding."""
         return self.cuts.start(self.shard + 1) - self.shard_start
 
     @property
@@ -144,17 +143,17 @@ class BucketForm:
 
     @property
     def is_summed_whole(self) -> bool:
-        """True if each rank receives the sum of the whole bucket, and keeps its shard."""
+        """True if each rank receives the whole sum, and keeps its shard."""
         return self.sum_by != "reduce-scatter"
 
     @property
     def names_with_elems(self) -> tuple[str, ...]:
-        """Names of the non-empty params, in no particular order."""
+        """Names of non-empty params, in no particular order."""
         return tuple(name for name, _ in self.starts)
 
     @property
     def sum_call(self) -> Call:
-        """The call that reduces the bucket within a shard group."""
+        """Call that reduces the bucket within a shard group."""
         if self.sum_by == "first-rank":
             return ("gather", self.group_size, self.elems)
         if not self.is_sharded or self.is_summed_whole:
@@ -163,7 +162,7 @@ class BucketForm:
 
     @property
     def sent_back_call(self) -> Call | None:
-        """The broadcast of the sum by the first rank; None for other reductions."""
+        """Broadcast of the sum by the first rank; None for other reductions."""
         if self.sum_by != "first-rank":
             return None
         return ("broadcast", self.group_size, self.elems)
@@ -171,39 +170,39 @@ class BucketForm:
     @property
     def _scatter_kind(self) -> str:
         if self.has_one_owner:
-            # One owner receives the sum: a plain reduce.
+            # Only the owner receives the sum.
             return "reduce"
         return "reduce_scatter" if self.is_even else "reduce_scatter_list"
 
     @property
     def copies_call(self) -> Call | None:
-        """The sum over replicas of a shard; None without replicas or elements."""
+        """Sum over the replicas of a shard; None without replicas or elements."""
         if not self.is_sharded or self.replica_count == 1 or not self.shard_elems:
             return None
         return ("all_reduce", self.replica_count, self.shard_elems)
 
     @property
     def gather_calls(self) -> list[Call]:
-        """The calls that gather the params in a shard group: one, or one per chunk."""
+        """Calls that gather the params within a shard group: one, or one per chunk."""
         each = self.chunk_elems
         if each is None:
             return [self.whole_call]
         return [
             self._gathered(self.group_size, max(0, min(each, self.shard_elems - first)))
-            # All ranks make as many calls as the longest shard needs, which is the first.
+            # All ranks make as many calls as the longest shard needs, which is shard 0.
             for first in range(0, self.cuts.start(1), each)
         ]
 
     @property
     def whole_call(self) -> Call:
-        """The call that gathers another tensor of the bucket's shape at once."""
+        """Call that gathers the whole bucket, or another tensor with its shards, at once."""
         return self._gathered(self.group_size, self.shard_elems)
 
     def _gathered(self, ranks: int, elems: int) -> Call:
         if self.has_one_owner:
+            # The owner contributes the whole bucket.
             return ("broadcast", ranks, self.elems)
-        # Uneven shards have no all_gather of one size, so they go as an all_to_all.
-        # The owner contributes the whole bucket.
+        # all_gather needs equal shards, so uneven shards use an all_to_all.
         return (
             ("all_gather", ranks, elems) if self.is_even else ("all_to_all", ranks, elems * ranks)
         )
@@ -215,20 +214,20 @@ class BucketForm:
 
     @property
     def owned_elems(self) -> int:
-        """Elements of params in this rank's shard, without padding."""
-        # Padding is at the end of the bucket, so the payload ends at `payload_elems`.
+        """Elements in this rank's shard, without padding."""
+        # Padding is at the end of the bucket.
         return max(0, min(self.payload_elems - self.shard_start, self.shard_elems))
 
     @property
     def owns_elems(self) -> bool:
-        """True if this rank's shard has elements of a param."""
+        """True if this rank's shard is not only padding."""
         return self.owned_elems > 0
 
 
 def sizes_of(module: nn.Module) -> tuple[ParamSize, ...]:
-    """Return the sizes of a module's trained params, in registration order.
+    """Return the sizes of a bare module's trained params, in registration order.
 
-    Take them from the bare module: wrappers may replace or rename params.
+    Do not pass a wrapped module, because wrappers may replace or rename params.
     """
     return tuple(
         ParamSize(
@@ -249,17 +248,17 @@ def sizes_of(module: nn.Module) -> tuple[ParamSize, ...]:
 def bucket_forms(
     sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int
 ) -> tuple[BucketForm, ...]:
-    """Return the non-empty buckets of the layout, in no particular order.
+    """Return the layout's non-empty buckets, in no particular order.
 
     Args:
-        sizes: Trained params of the rank, in registration order.
-        scenario: The case as its dp-cp group sees it.
-        rank: Rank in the dp-cp group.
+        sizes: The rank's trained params, in registration order.
+        scenario: The dp-cp group's case.
+        rank: Group rank.
     """
     return _bucket_forms(tuple(sizes), scenario, rank)
 
 
-# Cached because calls, bytes, peaks and overlap of a rank all use them.
+# Cached, because calls, bytes, peaks and overlap all use a rank's buckets.
 @lru_cache(maxsize=256)
 def _bucket_forms(
     sizes: tuple[ParamSize, ...], scenario: Scenario, rank: int
@@ -270,8 +269,8 @@ def _bucket_forms(
         for turn, bucket in enumerate(_cut(members, scenario=scenario))
         if (form := _form(bucket, scenario=scenario, rank=rank, turn=turn)).elems
     ]
-    # `is_last` needs all buckets: find the last one to start per group size. Group sizes are
-    # separate because not all ranks have the same experts.
+    # `is_last` needs all buckets. If group sizes differ, dense and expert buckets each have a last
+    # bucket, because not all ranks have the same experts.
     index = {size.name: index for index, size in enumerate(sizes)}
     firsts = [min(index[name] for name in form.names) for form in forms]
     last_of: dict[int, int] = {}
@@ -284,26 +283,26 @@ def _bucket_forms(
 
 
 def by_buffer(sizes: Sequence[ParamSize], *, scenario: Scenario) -> Sequence[Sequence[ParamSize]]:
-    """Return the params of each flat buffer, in registration order."""
+    """Return the params in each flat buffer, in registration order."""
     by_group = scenario.system.buffers_by == "param-group"
     buffers: dict[tuple[str, str, int], list[ParamSize]] = {}
     for size in sizes:
         group = _group_of(size.name, scenario=scenario) if by_group else 0
+        # Kinds are summed over different ranks, and dtypes have different widths, so they cannot
+        # share a buffer.
         buffers.setdefault((size.kind, size.dtype, group), []).append(size)
-        # Kinds have different groups and dtypes different widths, so neither can share a buffer.
     return list(buffers.values())
 
 
 def _group_of(name: str, *, scenario: Scenario) -> int:
-    """Return the param group of a param: the first whose `match` is a suffix of its name."""
     groups = scenario.optimizer.groups
     fitting = (index for index, group in enumerate(groups) if name.endswith(group.match))
-    # Params without a match form the last group.
+    # The first match counts. Params without a match form the last group.
     return next(fitting, len(groups))
 
 
 def _cut(members: Sequence[ParamSize], *, scenario: Scenario) -> Iterator[list[ParamSize]]:
-    """Yield buckets, each closed once it has `bucket_elems`; an empty param opens none."""
+    """Yield buckets; each is closed once it has `bucket_elems`. Empty params open no bucket."""
     system = scenario.system
     bucket: list[ParamSize] = []
     for size in _in_order(members, scenario=scenario):
@@ -316,31 +315,31 @@ def _cut(members: Sequence[ParamSize], *, scenario: Scenario) -> Iterator[list[P
 
 
 def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int, turn: int) -> BucketForm:
-    # `place` is the rank's index among the ranks that hold the same params.
+    # `place` is the rank's index among `holders`, the ranks with the same params.
     system, ways = scenario.system, scenario.topology.ep
     holders, place = scenario.world.size, rank
     if bucket[0].kind == "expert":
         holders, place = holders // ways, rank // ways
     group_size = holders // system.redundancy
-    # At stage 0 each rank has everything: one shard.
+    # At stage 0, each rank has the whole bucket as a single shard.
     shards = group_size if system.stage else 1
     payload = sum(size.elems for size in bucket)
     param_bytes = bucket[0].param_bytes
-    # Round the payload up so that every shard is equally long and aligned.
+    # Round up, so that shards are equally long and aligned.
     elems = payload
     if system.partition == "padded":
         aligned = system.align_bytes // math.gcd(system.align_bytes, param_bytes)
         unit = shards * math.lcm(system.align_elems, aligned)
         elems = -(-payload // unit) * unit
     elif system.partition == "rows":
-        # Rows of empty params do not count.
+        # Empty params have no rows.
         unit = shards * max((size.row_elems for size in bucket if size.elems), default=1)
         elems = -(-payload // unit) * unit
     shard = place % group_size if system.stage else 0
     has_one_owner = system.partition == "one-owner"
     grad_dtype = bucket[0].grad_dtype or bucket[0].dtype
-    # Offsets follow buffer order, names registration order.
-    # Not strict, because `accumulate` also returns the end of the last param.
+    # Offsets follow buffer order, but names follow registration order. Not strict, because
+    # `accumulate` also returns the last param's end.
     placed = list(zip(bucket, accumulate((s.elems for s in bucket), initial=0), strict=False))
     members = _in_order(bucket, scenario=scenario)
     return BucketForm(
@@ -354,12 +353,12 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int, turn: i
         replica_count=system.redundancy,
         is_sharded=system.stage > 0,
         sum_by=system.sum_by,
-        is_last=False,
         # `_bucket_forms` sets it, because it depends on all buckets.
+        is_last=False,
         param_bytes=param_bytes,
         chunk_elems=None
         if system.gather_chunk_elems is None
-        # The setting counts elements of the whole bucket; a rank contributes its share.
+        # The setting counts elements over all ranks, and each rank contributes its share.
         else max(1, system.gather_chunk_elems // group_size),
         grad_bytes=4 if system.grad_dtype == "fp32" else bucket[0].grad_bytes,
         param_dtype=_named(bucket[0].dtype),
@@ -370,7 +369,7 @@ def _form(bucket: Sequence[ParamSize], *, scenario: Scenario, rank: int, turn: i
 def by_registration(
     sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int
 ) -> list[BucketForm]:
-    """Return the buckets by the registration of their first param: the order of a forward."""
+    """Return the buckets in order of their first registered param, as a forward uses them."""
     place = {size.name: index for index, size in enumerate(sizes)}
     forms = bucket_forms(sizes, scenario=scenario, rank=rank)
     return sorted(forms, key=lambda form: min(place[name] for name in form.names))
@@ -381,5 +380,5 @@ def _named(dtype: str) -> str:
 
 
 def _in_order(members: Sequence[ParamSize], *, scenario: Scenario) -> Sequence[ParamSize]:
-    """Return params in buffer order from registration order, or the reverse."""
+    """Convert registration order to buffer order, or back."""
     return members if scenario.system.param_order == "registration" else members[::-1]

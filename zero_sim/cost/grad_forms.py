@@ -1,7 +1,6 @@
 """Closed form of grad units: gradients that share a reduce buffer, and their owners.
 
-Derived from the scenario and the sizes of the params only, without the code of the layout under
-test.
+It needs only the scenario and param sizes, not the code under test.
 """
 
 from __future__ import annotations
@@ -17,18 +16,17 @@ from zero_sim.scenario.spec import Scenario
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradForm:
-    """Gradients that are reduced together; equal on all ranks."""
+    """A grad unit: gradients that are reduced together. All ranks have the same units."""
 
     names: tuple[str, ...]
-    """Their params, in the expected order of arrival."""
+    """Params in the expected order of arrival."""
     kind: str
     turn: int
-    """Index among units of its kind and dtype."""
+    """Index among units with the same kind and dtype."""
     runs: tuple[int, ...]
-    """Elements of each contiguous run with a single owner."""
+    """Elements in each contiguous run with a single owner."""
     buffer_elems: int
-    """Length of their memory in elements: that of a reduce buffer, or their own length if
-    `has_own_memory`."""
+    """Elements in memory: a reduce buffer, or only these gradients if `has_own_memory`."""
     has_own_memory: bool
     is_summed_whole: bool
     group_size: int
@@ -37,28 +35,22 @@ class GradForm:
 
     @property
     def elems(self) -> int:
-        """Number of elements."""
+        """Elements in the unit."""
         return sum(self.runs)
 
     @property
     def sum_calls(self) -> list[Call]:
-        """The calls that reduce the unit."""
+        """Calls that reduce the unit."""
         if self.is_summed_whole:
             return [("all_reduce", self.group_size, self.elems)]
-        # One reduce per owner: each owner receives its runs only.
+        # A reduce per run, because each owner receives only its own runs.
         return [("reduce", self.group_size, elems) for elems in self.runs]
 
 
 def grad_forms(
     sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int
 ) -> tuple[GradForm, ...]:
-    """Return all grad units in order of completion; none without reduce buffers.
-
-    Args:
-        sizes: Trained params of the rank, in registration order.
-        scenario: The case as its dp-cp group sees it.
-        rank: Rank in the dp-cp group.
-    """
+    """Return all grad units as backward completes them; arguments as for `bucket_forms`."""
     longest = scenario.system.reduce_buffer_elems
     if longest is None:
         return ()
@@ -90,19 +82,21 @@ def grad_forms(
             continue
         last_of[size.name] = index
         lane = (home.kind, home.grad_dtype)
-        # Kinds have different groups and dtypes different widths, so neither can share a buffer.
+        # Each kind and dtype has its own buffers, as in `forms.by_buffer`.
         if sum(elems_of[name] for name in waiting.get(lane, ())) + size.elems > longest:
-            # Close the unit instead of splitting the gradient; a longer one gets its own unit.
+            # Close the unit rather than split the gradient. A gradient longer than the buffer gets
+            # its own unit.
             flush(lane)
         waiting.setdefault(lane, []).append(size.name)
     for lane in [*waiting]:
         flush(lane)
-    # By last arrival, across lanes: the order in which units are complete.
+    # A unit is complete at its last arrival, so sort by these, over all lanes.
     return tuple(sorted(made, key=lambda form: last_of[form.names[-1]]))
 
 
 def buffer_turns(scenario: Scenario) -> int:
-    """Return the number of reduce buffers: two if one is reduced while the other fills."""
+    """Return how many reduce buffers there are."""
+    # With overlap, one buffer is reduced while the other fills.
     return 2 if overlaps_grads(scenario.system) else 1
 
 
@@ -121,14 +115,14 @@ def _form(
         for name, home, count in zip(names, homes, elems, strict=True)
         for each in _owners(name, home, count)
     ]
-    # Gradients longer than a buffer, and those not copied into one, keep autograd's memory.
+    # A gradient that is longer than the buffer, or is not copied, stays in its own memory.
     is_own = sum(elems) > system.reduce_buffer_elems or not system.contiguous_grads
     return GradForm(
         names=tuple(names),
         kind=homes[0].kind,
         turn=turn,
         runs=tuple(
-            # Adjacent parts of one owner are one run, across params.
+            # Adjacent parts with the same owner are one run, even over several params.
             sum(count for _, count in run)
             for _, run in groupby(owned, key=lambda each: each[0])
         ),

@@ -1,18 +1,17 @@
-"""Peaks of gradients that pass through reduce buffers: closed form, and check.
+"""Memory peaks with reduce buffers: closed form, and check.
 
 [Note: contents of reduce buffers]
-Gradients are reduced in a fixed order, that of `zero_sim.cost.grad_forms`. Consider the first unit
-with a missing gradient:
+Units are reduced in a fixed order (`zero_sim.cost.grad_forms`). Consider the first unit with a
+missing gradient:
 
-    before it   done or in flight. In flight is at most the last one, and only if reductions overlap
-                backward.
+    before it   units are done. With overlap, the last of them may be in flight.
     this unit   fills a buffer from its first arrival on. Without contiguous gradients, its
-                gradients stay where autograd left them.
-    after it    arrived gradients wait where autograd left them.
+                gradients stay in autograd's memory.
+    after it    gradients that have arrived wait in autograd's memory.
 
-Copied gradients are dropped at stage 2. At stage 1 they stay whole, and only buffers come and go.
-So besides its shards a rank holds at most two buffers, or the longer gradients in their place, and
-gradients that arrived out of order.
+Stage 2 drops copied gradients. Stage 1 keeps them, so only buffers come and go. So besides its
+shards, a rank has at most two buffers, or longer gradients instead, and gradients that arrived out
+of order.
 """
 
 from __future__ import annotations
@@ -34,24 +33,24 @@ from zero_sim.scenario.names import frozen_at
 from zero_sim.scenario.spec import Scenario
 
 BUFFERS = "reduce buffers"
-"""Name that engines report for all reduce buffers together, whichever gradients they contain."""
+"""Name under which engines report all reduce buffers together."""
 
 
 @dataclass(slots=True, eq=False)
 class _Replay:
-    """Gradients of a micro-batch in order of arrival; see [Note: contents of reduce buffers]."""
+    """Replay of a micro-batch's gradient arrivals; see [Note: contents of reduce buffers]."""
 
     forms: Sequence[GradForm]
     scenario: Scenario
     step: int
     autograd_bytes: Mapping[str, int]
-    """Bytes of each param's gradient as autograd leaves it."""
+    """Bytes of autograd's gradient, by param."""
     micro: int | None = None
     _arrived: set[str] = field(default_factory=set)
     _opened: set[int] = field(default_factory=set)
 
     def arrive(self, moment: Moment) -> tuple[dict[int, int], int]:
-        """Record an arrival; return the allowed bytes by unit, and of all buffers together."""
+        """Record an arrival; return the allowed bytes by unit, and for all buffers together."""
         if moment.micro != self.micro:
             self.micro = moment.micro
             self._arrived.clear()
@@ -61,14 +60,14 @@ class _Replay:
 
     def _owed(self) -> tuple[dict[int, int], int]:
         system, run = self.scenario.system, self.scenario.run
-        # Micro-batches before the last only accumulate, so nothing may be in a buffer.
+        # Micro-batches before the last only accumulate, so buffers must be empty.
         if system.sync == "last" and self.micro != run.micro_batches - 1:
             return {}, 0
         # Frozen params get no gradient in this step, so their unit does not wait for them.
         frozen = frozen_at(self.scenario.model, step=self.step)
         missing = [{*form.names} - frozen - self._arrived for form in self.forms]
         current = next((i for i, names in enumerate(missing) if names), len(self.forms))
-        # All before the first incomplete unit are reduced; the last of them may be in flight.
+        # Units before the first incomplete unit are reduced; the last of them may be in flight.
         owed: dict[int, int] = {}
         if current and overlaps_grads(system):
             owed[current - 1] = self._bytes(current - 1)
@@ -79,13 +78,13 @@ class _Replay:
                 if there or not frozen.isdisjoint(form.names):
                     owed[index] = self._bytes(index)
             elif system.stage == 2:
-                # Waiting gradients are still autograd's; at stage 1 they are counted as resident.
+                # Waiting gradients are still autograd's. At stage 1, they count as resident.
                 owed[index] = sum(self.autograd_bytes[name] for name in there)
         if system.contiguous_grads:
-            # A buffer stays allocated once it has been opened in this micro-batch.
+            # Once opened, a buffer stays allocated until the micro-batch ends.
             self._opened |= {*range(current), current} & {*range(len(self.forms))}
         turns = buffer_turns(self.scenario)
-        # Units of a lane alternate between its buffers.
+        # Units with the same kind and dtype alternate between their buffers.
         buffers = {
             (form.kind, form.grad_dtype, form.turn % turns): self._bytes(index)
             for index, form in enumerate(self.forms)
@@ -101,7 +100,6 @@ class _Replay:
 def _check_grad_peaks(
     moments: Sequence[Moment], *, replay: _Replay, rank: int
 ) -> Iterator[Finding]:
-    """Check the gradient memory at each arrival of a gradient."""
     forms = replay.forms
     index_of = {name: index for index, form in enumerate(forms) for name in form.names}
     for moment in moments:
@@ -134,14 +132,14 @@ def watch_grad_peaks(
     scenario: Scenario,
     rank: int,
 ) -> None:
-    """Record the arrival of gradients, after the hooks of the system under test.
+    """Record gradient arrivals, after the system's hooks, and check memory at each.
 
     Args:
-        recorder: Recorder of the step; receives the closed form.
+        recorder: The step's recorder. It receives the closed form.
         names: Params with their names in the bare model.
-        sizes: Trained params of the rank, in registration order.
-        scenario: The case as its dp-cp group sees it.
-        rank: Rank in the dp-cp group.
+        sizes: The rank's trained params, in registration order.
+        scenario: The dp-cp group's case.
+        rank: Group rank.
     """
     replay = _Replay(
         forms=grad_forms(sizes, scenario=scenario, rank=rank),

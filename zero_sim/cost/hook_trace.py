@@ -1,7 +1,6 @@
-"""The hook trace of a rank: arrival of gradients and start of modules, in the event log's time.
+"""Hook trace of a rank: gradient arrivals and module starts, in event log time.
 
-The harness observes both with its own hooks on the module, so the check of overlap does not depend
-on reports of the system under test.
+The harness observes both with its own hooks, so checks of overlap need no reports from the system.
 """
 
 from __future__ import annotations
@@ -20,38 +19,38 @@ if TYPE_CHECKING:
     from zero_sim.targets import StepResult
 
 Clock = Callable[[], int]
-"""Returns the number of moments in the event log."""
+"""Returns the event log's length in moments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HookEvent:
-    """An arrival of a gradient, or the start of a module."""
+    """Gradient arrival or module start."""
 
     names: frozenset[str]
-    """The param with a new gradient, or the params that the module may read."""
+    """The param with a new gradient, or params that the module may read."""
     time: int
 
 
 @dataclass(slots=True, eq=False)
 class HookTrace(Observer):
-    """Gradients and modules of one rank between its calls.
+    """A rank's gradient arrivals and module starts, with their times.
 
     Args:
-        clock: Time of the event log.
-        unguarded: Params outside every module with a forward. No hook can wait for them, so they
-            are never left in flight.
+        clock: Clock of the event log.
+        unguarded: Params that no module with a forward reads. No hook can wait for their gathers,
+            so a system must wait at once.
     """
 
     clock: Clock
     unguarded: frozenset[str] = frozenset()
     starts: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Start of each micro-batch, by (step, micro-batch)."""
+    """Starts of micro-batches, by (step, micro-batch)."""
     arrivals: dict[tuple[int, int], list[HookEvent]] = field(default_factory=dict)
-    """Gradients of each micro-batch."""
+    """Gradients by (step, micro-batch)."""
     begins: dict[int, list[HookEvent]] = field(default_factory=dict)
-    """First start of each module in the first micro-batch of a step."""
+    """First start of each module in a step's first micro-batch, by step."""
     ends: dict[int, int] = field(default_factory=dict)
-    """Return of the optimizer's step, by step."""
+    """Ends of optimizer steps, by step."""
     _now: tuple[int, int] | None = None
     _begun: set[nn.Module] = field(default_factory=set)
 
@@ -62,13 +61,13 @@ class HookTrace(Observer):
         self.starts[self._now] = self.clock()
 
     def before_evaluation(self, step: int) -> None:
-        """Record modules of an evaluation before the first micro-batch: they wait for gathers."""
+        """Record modules of an evaluation between steps, because these wait for the gathers."""
         if self._now is None:
             self._now = (step, 0)
             self._begun.clear()
 
     def after_step(self, step: int, losses: Sequence[Tensor], result: StepResult) -> None:
-        """Record the end of the optimizer's step, and stop: later forwards are not training."""
+        """Record the end of the optimizer step, and stop: later forwards are not training."""
         self._now = None
         self.ends[step] = self.clock()
 
@@ -92,38 +91,32 @@ def record_hooks(module: nn.Module, *, names: Mapping[Tensor, str], clock: Clock
     Args:
         module: The module passed to the system, after the system was built.
         names: Its params with their names in the bare model.
-        clock: Time of the event log.
+        clock: Clock of the event log.
     """
     readers = readers_of(module, names=names)
     hook_trace = HookTrace(clock, unguarded=readers.get(None, frozenset()))
     for param, name in names.items():
         if param.requires_grad:
-            # Fires before autograd accumulates the gradient, so before systems' post-accumulate
-            # hooks reduce it.
+            # Runs before autograd accumulates the gradient, and so before a system's
+            # post-accumulate hook reduces it.
             param.register_hook(partial(hook_trace._arrive, frozenset({name})))
     for reader, read in readers.items():
         if reader is not None:
-            # Prepended, so it fires before the system's own hook waits for a gather.
+            # Prepended, so that it runs before the system's hook waits for a gather.
             reader.register_forward_pre_hook(partial(hook_trace._begin, read), prepend=True)
     return hook_trace
 
 
 def tell_arrival(param: Tensor, arrive: Callable[[str], None], *, name: str) -> None:
-    """Call a method when a param's gradient has been accumulated.
-
-    Args:
-        param: A trained leaf.
-        arrive: A bound method, called with the name.
-        name: Name of the param.
-    """
-    # Weak, because the garbage collector does not look into autograd's hooks: a strong reference
-    # would keep everything that a case built alive.
+    """Call a bound method with a param's name when its gradient has been accumulated."""
+    # Weak, because the garbage collector cannot look into autograd's hooks: a strong reference
+    # would keep a whole case alive.
     param.register_post_accumulate_grad_hook(partial(_tell, weakref.WeakMethod(arrive), name))
 
 
 def _tell(arrive: weakref.WeakMethod[Callable[[str], None]], name: str, param: Tensor) -> None:
     present = arrive()
-    # None once the object is gone.
+    # None if the object is gone.
     if present is not None:
         present(name)
 
@@ -131,23 +124,23 @@ def _tell(arrive: weakref.WeakMethod[Callable[[str], None]], name: str, param: T
 def readers_of(
     module: nn.Module, *, names: Mapping[Tensor, str]
 ) -> Mapping[nn.Module | None, frozenset[str]]:
-    """Return the params that the forward of each module may read.
+    """Return the params that each module's forward may read.
 
-    A param is read by the closest enclosing module with a forward; containers such as
-    `nn.ParameterList` have none. The key None stands for params without such a module.
+    The closest enclosing module with a forward reads a param; containers such as `nn.ParameterList`
+    have no forward. The key None has the params without such a module.
 
     Args:
         module: The whole model.
-        names: Its params by name; others are omitted.
+        names: Params to consider, with their names.
     """
     readers: dict[nn.Module | None, set[str]] = {}
     for path, param in module.named_parameters(remove_duplicate=False):
-        # Tied params appear once per name, because each of their modules reads them.
+        # Tied params appear under each name, because each of their modules reads them.
         if param not in names:
             continue
         around = _modules_around(module, path)
         closest = next(filter(_has_forward, around), None)
-        # Attention reads the params of its output projection directly, without calling it.
+        # Attention reads its output projection's params directly, without calling that module.
         attentions = [each for each in around if isinstance(each, nn.MultiheadAttention)]
         for reader in {closest, *attentions}:
             readers.setdefault(reader, set()).add(names[param])
@@ -163,5 +156,5 @@ def _modules_around(module: nn.Module, path: str) -> list[nn.Module]:
 
 
 def _has_forward(module: nn.Module) -> bool:
+    # Wrappers may set a forward on the instance.
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
-    # A forward may also be set on the instance, as wrappers do.

@@ -1,7 +1,7 @@
-"""Memory between two steps: closed form of ZeRO, and the check of a rank's reported bytes.
+"""Memory between two steps: closed form of ZeRO, and check of reported bytes.
 
-Only memory that grows with the model counts: scalars and the module's own tensors do not. An arena
-is as long as the largest set of whole gradients in memory at once.
+Only memory that grows with the model counts, so scalars and the module's own tensors do not. An
+arena has room for the most unsharded gradients that are in memory at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zero_sim.scenario.spec import Scenario
 _FP32_BYTES = 4
 # Not imported from `zero_sim.layout`: a closed form must not use the layout under test.
 PLACE_BYTES = 512
-"""Alignment in bytes of buffers in an arena."""
+"""Buffer alignment in an arena, in bytes."""
 
 
 def bytes_held(
@@ -28,18 +28,18 @@ def bytes_held(
     rank: int,
     stored: int,
 ) -> dict[str, int]:
-    """Return the expected bytes of one rank, under the names that a `CostedEngine` reports.
+    """Return the expected bytes on a rank, by the names that a `CostedEngine` reports.
 
     Args:
-        sizes: Trained params of the rank, in registration order.
-        scenario: The case as its dp-cp group sees it.
-        rank: Rank in the dp-cp group.
-        stored: Numbers of optimizer state for the elements that the rank owns.
+        sizes: The rank's trained params, in registration order.
+        scenario: The dp-cp group's case.
+        rank: Group rank.
+        stored: Count of optimizer state numbers for the rank's own elements.
     """
     system = scenario.system
     forms = bucket_forms(sizes, scenario=scenario, rank=rank)
+    # A shard with only padding has no master.
     own = [form for form in forms if form.owns_elems]
-    # A shard of padding only has no master.
     held = {
         "gradients": sum(form.elems * form.grad_bytes for form in forms),
         "sums": sum(form.shard_elems * form.grad_bytes for form in forms),
@@ -50,44 +50,39 @@ def bytes_held(
         "other": 0,
     }
     if system.stage < 2 and system.sync == "last":
-        # Stages 0 and 1 with sync = "last" reduce once, in place, so they need no separate sums.
+        # With sync = "last", stages 0 and 1 reduce once and in place, so they need no separate
+        # sums.
         held["sums"] = 0
     if system.stage >= 2:
-        # Stages 2 and 3 drop whole gradients within the step.
+        # Stages 2 and 3 drop unsharded gradients within the step.
         held["gradients"] = 0
     if system.stage == 3:
         held["params"] = sum(form.shard_elems * form.param_bytes for form in forms)
     if not system.stage:
-        # Stage 0 steps the module's own params, which do not count.
+        # Stage 0 steps the module's own params, which do not count here.
         held["params"] = 0
     return held
 
 
 def keeps_grads(scenario: Scenario) -> bool:
-    """Return True if whole gradients accumulate until the last micro-batch."""
+    """Return True if unsharded gradients accumulate until the last micro-batch."""
     return scenario.system.sync == "last" and scenario.run.micro_batches > 1
 
 
 def arena_bytes(sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int) -> int:
-    """Return the length in bytes of a rank's arena; 0 without one.
-
-    Args:
-        sizes: Trained params of the rank, in registration order.
-        scenario: The case as its dp-cp group sees it.
-        rank: Rank in the dp-cp group.
-    """
+    """Return the bytes of a rank's arena; 0 without an arena. Arguments as for `bytes_held`."""
     if not scenario.system.arena:
         return 0
-    # Experts get their own part of the arena, because their number can differ between ranks.
+    # Experts have their own part of the arena, because their number may differ between ranks.
     kinds: dict[str, list[int]] = {}
     for form in by_registration(sizes, scenario=scenario, rank=rank):
         place = -(-form.elems * form.grad_bytes // PLACE_BYTES) * PLACE_BYTES
         kinds.setdefault(form.kind, []).append(place)
     if keeps_grads(scenario):
-        # Nothing leaves before the last micro-batch, so everything needs space of its own.
+        # All buckets stay until the last micro-batch, so each needs its own space.
         return sum(map(sum, kinds.values()))
+    # While a bucket fills, with overlap, its predecessor may be in flight.
     length = 2 if overlaps_grads(scenario.system) else 1
-    # Otherwise one bucket fills, and with overlap its predecessor is still in flight.
     return sum(
         max(sum(places[i : i + length]) for i in range(len(places))) for places in kinds.values()
     )
@@ -98,7 +93,7 @@ def check_memory(
 ) -> Iterator[Finding]:
     """Yield a finding for each kind of memory that differs from the closed form."""
     for name, expected in owed.items():
-        # Kinds that the engine does not report count as 0 bytes.
+        # A kind that the engine does not report counts as 0 bytes.
         got = held.get(name, 0)
         if got != expected:
             yield Finding(

@@ -1,7 +1,7 @@
-"""Recorder of a rank's memory within one step, driven by hooks of the harness.
+"""Recorder of a rank's memory within a step, by the harness's hooks.
 
-It only records. The closed forms (`zero_sim.cost.peaks`, `grad_peaks`, `staging`, `checkpoints`)
-read the moments after the step.
+It only records. After the step, the closed forms (`peaks`, `grad_peaks`, `staging`, `checkpoints`)
+check the recorded moments.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ if TYPE_CHECKING:
     from zero_sim.targets import StepResult
 
 Look = Callable[[], Iterable[tuple[str, str, int]]]
-"""Returns the whole memory at this moment: (`gradients` or `params`, a param of the bucket, bytes).
-"""
+"""Returns the unsharded memory now, by bucket: (`gradients` or `params`, a param in it, bytes)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """A moment of the step, recorded after the system's own hooks ran."""
+    """A moment in the step, recorded after the system's own hooks have run."""
 
     what: Literal["begin", "end", "again", "reach", "grad", "forward", "update"]
-    """A module began or ended, began again in backward, backward reached its output, a gradient
-    arrived, a forward of the model ended, or an optimizer steps."""
+    """`begin`, `end`: a module began or ended; `again`: it began again in backward; `reach`:
+    backward reached its output; `grad`: a gradient arrived; `forward`: a forward of the model
+    ended; `update`: an optimizer steps."""
     micro: int
     module: nn.Module | None = None
     """The module, for `begin`, `end` and `again`."""
     end: int = 0
-    """For `reach`: number of modules that had ended in this micro-batch before that module."""
+    """Number of modules that ended before this module in the micro-batch, for `reach`."""
     param: str = ""
     """The param, for `grad`."""
     whole: Sequence[tuple[str, str, int]] = ()
-    """Whole memory as returned by `Look`, without entries of 0 bytes."""
+    """Unsharded memory as returned by `Look`, without entries of 0 bytes."""
     bytes: int = 0
-    """Bytes of checkpoints, for `forward`; of gradients passed to the optimizer, for `update`."""
+    """Bytes of checkpoints, for `forward`; bytes of the optimizer's gradients, for `update`."""
 
 
 Form = Callable[[Sequence[Moment]], "Iterator[Finding]"]
-"""A closed form: yields a finding for each moment with unexpected memory."""
+"""Closed form that yields a finding for each moment with unexpected memory."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class MemoryRecorder(Observer):
-    """Records the moments of one step of one rank.
+    """Recorder of a rank's moments in a step.
 
     Args:
-        step: Index of the step, from 0.
-        look: Returns whole memory; None not to record it.
-        kept: Returns the bytes of activation checkpoints; None not to record them.
+        step: Step to record, counted from 0.
+        look: Returns unsharded memory; None not to record it.
+        kept: Returns the activation checkpoint bytes; None not to record them.
         with_updates: True to record the gradients passed to optimizers.
     """
 
@@ -68,35 +68,31 @@ class MemoryRecorder(Observer):
     kept: Callable[[], int] | None = None
     with_updates: bool = False
     forms: list[Form] = field(default_factory=list)
-    """The closed forms to check."""
+    """Closed forms to check."""
     moments: list[Moment] = field(default_factory=list)
     _micro: int | None = None
-    """The current micro-batch; None outside the step."""
+    """Current micro-batch; None outside the step."""
     _ends: int = 0
     _in_backward: bool = False
     _end_of: dict[nn.Module, int] = field(default_factory=dict)
-    """Last end of each module."""
+    """Last end by module."""
 
     def findings(self) -> Iterator[Finding]:
-        """Yield the first finding of each closed form."""
+        """Yield the first finding from each closed form."""
         for form in self.forms:
-            # One finding per closed form: an early excess usually repeats at every later moment.
+            # Only the first, because an excess usually repeats at all later moments.
             found = next(form(self.moments), None)
             if found is not None:
                 yield found
 
     def watch_grads(self, names: Mapping[Tensor, str]) -> None:
-        """Record arrivals of gradients.
-
-        Args:
-            names: Params with their names in the bare model.
-        """
+        """Record gradient arrivals; `names` has the params with their names."""
         for param, name in names.items():
             if param.requires_grad and param.numel():
                 tell_arrival(param, self._arrive, name=name)
 
     def watch_modules(self, modules: Iterable[nn.Module]) -> None:
-        """Record start and end of modules, and the moment when backward reaches their outputs."""
+        """Record when modules start and end, and when backward reaches their outputs."""
         for module in modules:
             module.register_forward_pre_hook(self._begin)
             module.register_forward_hook(self._end)
@@ -107,17 +103,18 @@ class MemoryRecorder(Observer):
             self._micro, self._ends, self._in_backward = micro, 0, False
 
     def before_evaluation(self, step: int) -> None:
-        """Stop recording modules: a forward under `no_grad` keeps nothing for backward."""
-        # As in backward, where `_begin` records only modules that run with gradients.
+        """Stop recording modules, because a forward under `no_grad` keeps nothing for backward."""
+        # In backward, `_begin` records only modules that run with gradients.
         self._in_backward = True
 
     def after_forward(self, step: int) -> None:
-        """Record the bytes of activation checkpoints."""
+        """Record the activation checkpoint bytes."""
         if self._micro is not None and self.kept is not None:
             self.moments.append(Moment(what="forward", micro=self._micro, bytes=self.kept()))
 
     def updating(self, step: int) -> AbstractContextManager[object] | None:
-        """Record the optimizer's gradients by torch's global hook, which works for any system."""
+        """Record the optimizer's gradients."""
+        # By torch's global hook, which needs no access to the system's optimizer.
         return self._update() if self.with_updates and step == self.step else None
 
     def after_step(self, step: int, losses: Sequence[Tensor], result: StepResult) -> None:
@@ -140,7 +137,7 @@ class MemoryRecorder(Observer):
             if getattr(param, "grad", None) is not None
         ]
         storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in grads}
-        # Views share a storage, which counts once.
+        # A storage that several views share counts once.
         held = sum(each.nbytes() for each in storages.values())
         self.moments.append(Moment(what="update", micro=self._micro or 0, bytes=held))
 
@@ -158,16 +155,16 @@ class MemoryRecorder(Observer):
             self._note("end", module=module)
             self._end_of[module] = self._ends
             self._ends += 1
-        # Outputs of a reentrant checkpoint only have a gradient in the second run.
+        # With a reentrant checkpoint, only outputs of the second run get a gradient.
         end = self._end_of.get(module, 0)
         for tensor in _tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                # Outputs without a grad_fn never see a backward.
+                # Backward never reaches an output without a grad_fn.
                 tensor.register_hook(partial(self._reach, self._micro, end))
 
     def _reach(self, micro: int, end: int, grad: Tensor) -> None:
         if micro == self._micro:
-            # Ignore graphs of another micro-batch and backwards outside the step.
+            # Only this micro-batch's graph, and no backward outside of the step.
             self._in_backward = True
             self._note("reach", end=end)
 
@@ -178,14 +175,14 @@ class MemoryRecorder(Observer):
         self, what: Literal["begin", "end", "again", "reach", "grad"], **details: Any
     ) -> None:
         if self._micro is not None and self.look is not None:
+            # Look now, because the memory may be gone at the next moment.
             whole = tuple(each for each in self.look() if each[2])
-            # Look now: the memory may be gone by the next moment.
             self.moments.append(Moment(what=what, micro=self._micro, whole=whole, **details))
 
 
 def _tensors_in(output: object) -> Iterator[Tensor]:
+    # Models may return mappings and nested sequences of tensors.
     if isinstance(output, Tensor):
-        # Models may return mappings and nested sequences of tensors.
         yield output
     elif isinstance(output, Mapping):
         for value in output.values():

@@ -1,4 +1,4 @@
-"""Observers of a rank's training loop, selected once per case."""
+"""Base class for observers of a rank's training loop."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Base of all observers: one method per moment of the loop, each a no-op here.
+    """Base of all observers, with a method per moment of the loop. All methods are no-ops.
 
-    Steps and micro-batches count from 0. The loop calls a rank's observers one after another, in
-    the order of their selection; `updating` blocks are nested.
+    Steps and micro-batches count from 0. The loop calls a rank's observers in the order of their
+    selection; `updating` blocks are nested.
     """
 
-    # Otherwise subclasses with slots would have a `__dict__` as well.
+    # Without this, subclasses with slots would still have a `__dict__`.
     __slots__ = ()
 
     def before_backward(self, step: int) -> None:
@@ -35,9 +35,9 @@ class Observer:
         """Run after the last backward of a step with a forward under `no_grad`.
 
         Args:
-            step: Index of the step.
-            trained: Loss of the first micro-batch. # 0D
-            evaluated: Loss of the same micro-batch under `no_grad`. # 0D
+            step: Step index.
+            trained: Training loss in the first micro-batch. # 0D
+            evaluated: Loss in the same micro-batch under `no_grad`. # 0D
         """
 
     def before_forward(self, step: int, micro: int) -> None:
@@ -47,20 +47,20 @@ class Observer:
         """Run between a forward and its backward."""
 
     def updating(self, step: int) -> AbstractContextManager[object] | None:
-        """Return a context manager around the optimizer's step; None for none."""
+        """Return a context manager to enter around the optimizer's step, or None."""
         return None
 
     def after_step(self, step: int, losses: Sequence[Tensor], result: StepResult) -> None:
-        """Run after the optimizer's step; params may still be in flight.
+        """Run after the optimizer's step. Params may still be in flight.
 
         Args:
-            step: Index of the step.
-            losses: Loss of each micro-batch with data on this rank.
-            result: Returned by the engine.
+            step: Step index.
+            losses: Losses of this rank's micro-batches with data.
+            result: Result from the engine's step.
         """
 
     def after_gather(self, step: int) -> None:
-        """Run once the working params of a step are complete."""
+        """Run when a step's working params are complete."""
 
     def at_end(self, step: int) -> None:
-        """Run after the last step of the case; `step` is its index."""
+        """Run after the case's last step."""

@@ -1,29 +1,28 @@
 """Overlap of communication and computation: closed forms against event log and hook trace.
 
-A reduction that is issued late and a gather that is waited for early compute the right numbers with
-the right calls, at the wrong cost. Due times follow from arrivals of gradients and starts of
-modules, which the harness observes (`zero_sim.cost.hook_trace`), and from the params in each bucket
-(`zero_sim.cost.forms`).
+If a reduction is issued late, or a gather is waited for early, calls and numbers are right, but the
+cost is wrong. Due times follow from gradient arrivals and module starts, which the harness
+observes (`zero_sim.cost.hook_trace`), and from the params in each bucket (`zero_sim.cost.forms`).
 
 [Note: due times]
-Ranks match collectives by order of issue, but gradients do not arrive in the same order on all
-ranks. So buckets are reduced in a fixed order, the expected order of completion in backward:
-the bucket whose first param is registered last comes first.
+Ranks match collectives by issue order, but gradients may arrive in different orders on different
+ranks. So buckets are reduced in a fixed order, in which backward should complete them: the bucket
+whose first param is registered last comes first.
 
 Reductions:
-    due      once all its gradients have arrived and all buckets before it are due. If a param takes
-             no part in this backward, its bucket and all after it are due at the end.
+    due      when all its gradients have arrived and all buckets before it are due. If a param takes
+             no part in this backward, its bucket and all later buckets are due at the end.
     issued   at the latest when the next gradient arrives.
     waited   at the earliest when the last gradient has arrived.
 
-Sums over replicas follow the last gradient; all are issued before the first is waited for.
+Sums over replicas follow the last gradient. All are issued before the first is waited for.
 
-Gathers are all issued when the optimizer's step returns. Each is waited for when a module starts
-that reads the bucket, not earlier.
+All gathers are issued when the optimizer's step returns. A gather is waited for when a module that
+reads the bucket starts, not earlier.
 
-At stages 2 and 3, whole gradients are dropped during backward. So a reduction may be waited for
-once the next one is due. At stage 3 reductions wait for modules instead of gradients, so only this
-rule is checked. Its gathers are checked by number only. With `first-rank` sums at stage 3, a
+Stages 2 and 3 drop unsharded gradients during backward, so a reduction may be waited for when the
+next reduction is due. At stage 3, reductions wait for modules instead of gradients, so only this
+rule is checked, and only the number of gathers. With `first-rank` sums at stage 3, a
 reduction ends before the next gather, because the broadcast of the sum uses the same group.
 """
 
@@ -49,21 +48,22 @@ from zero_sim.scenario.names import frozen_at
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import EventLog
 
-# Uneven shards are gathered by an all-to-all, and those of a single owner by a broadcast.
+# An all-to-all gathers uneven shards; a broadcast gathers a bucket with a single owner.
 _GATHERS = ("all_gather", "all_to_all", "broadcast")
 _COUNTS = "int64"
-"""Dtype of the exchange of counts. Ranks wait for it at once, because the divisor depends on it."""
+"""Dtype of exchanged counts. Ranks wait for this exchange at once, because they need the divisor.
+"""
 _NAMES_SHOWN = 3
 
 
 @dataclass(slots=True)
 class _Timed:
-    """A call of a rank with its times, as indices into `EventLog.moments`."""
+    """A rank's call, with times as indices into `EventLog.moments`."""
 
     call: Call
     issued: int
     waited: float = math.inf
-    """Start of the rank's wait, or the moment when it saw that the call is complete."""
+    """Start of the rank's wait, or of an earlier test for completion that succeeded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,13 +71,13 @@ class _Sum:
     """Gradients that are reduced together: a bucket or a grad unit."""
 
     names: Sequence[str]
-    """Its non-empty params."""
+    """Non-empty params."""
     calls: Sequence[Call]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rank:
-    """Observations of one rank, and the closed forms to compare them with."""
+    """A rank's observations, and closed forms to compare them with."""
 
     world_rank: int
     hook_trace: HookTrace
@@ -86,13 +86,13 @@ class _Rank:
     forms: Sequence[BucketForm]
     """Buckets, in order of their first registered param."""
     sums: Sequence[_Sum]
-    """Reductions of a backward, in expected order of completion."""
+    """Reductions during a backward, in expected order of completion."""
     scenario: Scenario
     issues: Sequence[int]
-    """Time of issue of each call in the log, over all ranks."""
+    """Issue times of all calls in the log, on any rank."""
 
     def issued_in(self, start: int, stop: int) -> Sequence[_Timed]:
-        """Return the calls issued in a half-open interval of time."""
+        """Return the calls issued in a half-open time interval."""
         issued = attrgetter("issued")
         first = bisect_left(self.calls, start, key=issued)
         return self.calls[first : bisect_left(self.calls, stop, key=issued)]
@@ -100,7 +100,7 @@ class _Rank:
     def finding(
         self, message: str, *, step: int, phase: Phase, param: str | None, span: tuple[int, int]
     ) -> Finding:
-        """Build a finding for a half-open interval of time."""
+        """Build a finding for a half-open time interval."""
         start, stop = (bisect_left(self.issues, time) for time in span)
         return Finding(
             check=Check.INVARIANT_OVERLAP,
@@ -122,14 +122,14 @@ def check_overlap(
     sizes: Mapping[int, Sequence[ParamSize]],
     scenario: Scenario,
 ) -> Iterator[Finding]:
-    """Check all reductions and gathers of one dp-cp group; see [Note: due times].
+    """Check a dp-cp group's reductions and gathers; see [Note: due times].
 
     Args:
-        log: Event log of the world.
-        hook_traces: Hook trace of each rank of the group; empty if the case overlaps nothing.
-        world_ranks: World rank of each group rank, for findings.
-        sizes: Trained params of each rank.
-        scenario: The case as this group sees it.
+        log: The world's event log.
+        hook_traces: Hook traces by group rank; empty if the case overlaps nothing.
+        world_ranks: World ranks by group rank.
+        sizes: Trained params by group rank.
+        scenario: The dp-cp group's case.
 
     Returns:
         At most one finding, from the earliest step.
@@ -150,36 +150,34 @@ def check_overlap(
             scenario=scenario,
             issues=issues,
         )
-        # The first finding per rank; then the earliest step over all ranks.
+        # Take each rank's first finding, then the earliest step over ranks.
         found.extend(islice(chain(_check_sums(rank), _check_gathers(rank)), 1))
     yield from sorted(found, key=lambda finding: finding.step or 0)[:1]
 
 
 def _sums_of(forms: Sequence[BucketForm], grads: Sequence[GradForm]) -> list[_Sum]:
-    # Reduce buffers have their own order; buckets complete in reverse registration order.
+    # Grad units have their own order; backward completes buckets in reverse registration order.
     if grads:
         return [_Sum(names=form.names, calls=form.sum_calls) for form in grads]
     return [_Sum(names=form.names_with_elems, calls=[form.sum_call]) for form in reversed(forms)]
 
 
 def _calls_of_ranks(log: EventLog, *, within: frozenset[int]) -> dict[int, list[_Timed]]:
-    """Return the calls of each rank within the group, without those between parts of a model.
-
-    Exchanges of counts are omitted too: one can be as long as a sum of gradients.
-    """
+    """Return each rank's calls within the group, in program order."""
     timed: dict[int, dict[int, _Timed]] = {}
     for time, moment in enumerate(log.moments):
         calls = timed.setdefault(moment.rank, {})
         if moment.what == "issue":
             record = log.collectives[moment.record]
+            # Omit exchanged counts, which may be as long as a gradient sum.
             if record.dtype == _COUNTS:
                 continue
             made = (record.kind, len(record.group_ranks), record.elems)
             calls[moment.record] = _Timed(call=made, issued=time)
         elif moment.what in ("wait", "land") and moment.record in calls:
-            # The earlier of the two, because a test for completion may land without a wait.
+            # Take the earlier moment, because a test for completion may land without a wait.
             calls[moment.record].waited = min(calls[moment.record].waited, time)
-    # Calls across parts of the model do not belong to this group's closed form.
+    # Calls between dp-cp groups do not belong to this group's closed form.
     return {
         rank: [
             call
@@ -191,7 +189,6 @@ def _calls_of_ranks(log: EventLog, *, within: frozenset[int]) -> dict[int, list[
 
 
 def _check_sums(rank: _Rank) -> Iterator[Finding]:
-    """Check each backward that reduces."""
     if not overlaps_grads(rank.scenario.system):
         return
     run, sync = rank.scenario.run, rank.scenario.system.sync
@@ -201,18 +198,18 @@ def _check_sums(rank: _Rank) -> Iterator[Finding]:
             # Other micro-batches only accumulate.
             continue
         if stage < 3:
-            # At stage 3 reductions wait for modules, so the arrival rule does not apply.
+            # At stage 3, reductions wait for modules, so the arrival rule does not apply.
             yield from _check_issued(rank, step=step, micro=micro, arrivals=arrivals)
         if rank.scenario.system.reduce_buffer_elems is not None:
-            # Buffers are reused, so a reduction may be waited for once the next is due.
+            # Buffers are reused, so a reduction may be waited for when the next is due.
             yield from _check_one_ahead(rank, step=step, micro=micro, stop=arrivals[-1].time)
         elif stage < 2:
-            # Whole gradients stay, so no reduction needs to end before the last gradient.
+            # Unsharded gradients stay, so no reduction needs to end before the last gradient.
             yield from _check_waits(rank, step=step, micro=micro, stop=arrivals[-1].time)
             yield from _check_copies(rank, step=step, micro=micro, start=arrivals[-1].time)
         elif rank.scenario.system.redundancy == 1 and not _is_ended_by_gathers(rank.scenario):
-            # Whole gradients are dropped, so the same. Not with replicas: their sum has to wait for
-            # the one within the shard group.
+            # Unsharded gradients are dropped, so again a reduction may be waited for when the next
+            # is due. Not with replicas, whose sum must wait for the sum in the shard group.
             yield from _check_one_ahead(rank, step=step, micro=micro, stop=arrivals[-1].time)
 
 
@@ -230,12 +227,12 @@ def _check_issued(
         issued.setdefault(call.call, []).append(call.issued)
     for when, due in _due(rank, step=step, arrivals=arrivals):
         if when + 1 == len(arrivals):
-            # The last gradient has no successor, so nothing can be too late.
+            # After the last gradient, no reduction can be too late.
             break
         following = arrivals[when + 1]
         for call in due.calls:
             times = issued.get(call, [])
-            # Equal calls are matched in order of issue.
+            # Match equal calls in order of issue.
             if times and times.pop(0) < following.time:
                 continue
             yield rank.finding(
@@ -256,7 +253,7 @@ def _check_waits(rank: _Rank, *, step: int, micro: int, stop: int) -> Iterator[F
     made = rank.issued_in(start, stop)
     early = Counter(call.call for call in made if call.waited < stop)
     early &= Counter(form.sum_call for form in rank.forms)
-    # Other calls, such as gathers of the previous step, may be waited for.
+    # Only reductions, because other calls, such as the previous step's gathers, may be waited for.
     for call in early:
         yield rank.finding(
             f"{early.total()} reductions were waited for before the last gradient of micro-batch "
@@ -276,8 +273,8 @@ def _check_one_ahead(rank: _Rank, *, step: int, micro: int, stop: int) -> Iterat
     made = [call for call in rank.issued_in(start, stop) if call.call in sums]
     arrived = rank.hook_trace.arrivals[step, micro]
     for call, following in pairwise(made):
-        # A wait directly before the next issue is allowed: it frees the buffer. If a gradient
-        # arrived between the two, the wait was too early.
+        # A wait directly before the next issue is allowed, because it frees the buffer. If a
+        # gradient arrived between the two, the wait was too early.
         if any(call.waited < event.time < following.issued for event in arrived):
             yield rank.finding(
                 f"{in_words(call.call)} was waited for before a gradient of micro-batch {micro} "
@@ -294,7 +291,7 @@ def _check_copies(rank: _Rank, *, step: int, micro: int, start: int) -> Iterator
     """Check that sums over replicas, after the last gradient, overlap each other."""
     left = Counter(form.copies_call for form in rank.forms if form.copies_call is not None)
     stop = rank.hook_trace.starts.get((step, micro + 1), rank.hook_trace.ends[step])
-    # Reductions in shard groups may look the same. The remaining ones precede all over replicas.
+    # Remaining reductions in shard groups, which may look the same, precede sums over replicas.
     inside = Counter(form.sum_call for form in rank.forms)
     begun = rank.hook_trace.starts[step, micro]
     inside -= Counter(call.call for call in rank.issued_in(begun, start))
@@ -305,7 +302,7 @@ def _check_copies(rank: _Rank, *, step: int, micro: int, start: int) -> Iterator
         elif left[call.call]:
             left[call.call] -= 1
             copies.append(call)
-    # Without copies there is no term, so `copies[-1]` is not read.
+    # Without copies, the sum has no term and does not read `copies[-1]`.
     waited = sum(call.waited < copies[-1].issued for call in copies)
     if waited:
         yield rank.finding(
@@ -319,43 +316,43 @@ def _check_copies(rank: _Rank, *, step: int, micro: int, start: int) -> Iterator
 
 
 def _due(rank: _Rank, *, step: int, arrivals: Sequence[HookEvent]) -> Iterator[tuple[int, _Sum]]:
-    """Yield reductions that become due in a backward, each with the index of that arrival."""
+    """Yield the reductions that become due in a backward, with the index of the arrival."""
     frozen = frozen_at(rank.scenario.model, step=step)
     when = {name: index for index, event in enumerate(arrivals) for name in event.names}
     due = -1
     for each in rank.sums:
         for name in each.names:
             if name in frozen:
-                # Frozen params get no gradient; the bucket does not wait for them.
+                # A frozen param gets no gradient, so the bucket does not wait for it.
                 continue
             if name not in when:
-                # No gradient in this backward: due at the end, and so are all later buckets.
+                # Without this gradient, the bucket and all later buckets are due at the end.
                 return
             due = max(due, when[name])
-        # `due` only grows, because a bucket is never due before its predecessors.
+        # `due` never falls, because a bucket is never due before its predecessors.
         yield due, each
 
 
 def _check_gathers(rank: _Rank) -> Iterator[Finding]:
-    """Check the gathers of each step, up to the first forward of the next step."""
+    """Check each step's gathers, up to the first forward in the next step."""
     if not overlaps_params(rank.scenario.system):
         return
     hook_trace, after = rank.hook_trace, rank.scenario.reload
     for step, end in hook_trace.ends.items():
         if after is not None and after.async_steps and step + 1 == after.step:
-            # A checkpoint waits for all gathers before it starts.
+            # An asynchronous save waits for all gathers before it starts.
             continue
         begun = rank.issued_in(hook_trace.starts[step, 0], end)
         gathers = [call for call in begun if call.call[0] in _GATHERS]
-        # Subtract complete broadcasts and gathers of other kinds: sums of the first rank, and
-        # whole tensors of optimizers such as Muon.
+        # Other calls of these kinds are complete: broadcasts of sums by the first rank, and gathers
+        # of whole tensors for optimizers such as Muon. Subtract them.
         sums = rank.scenario.run.micro_batches if rank.scenario.system.sync == "every" else 1
         cut = [form for form in rank.forms if form.is_cut]
         wholes = WHOLES.get(rank.scenario.optimizer.name, 0)
         others = wholes * len(cut)
         others += sums * sum(form.sent_back_call is not None for form in rank.forms)
         read = set(hook_trace.unguarded)
-        # Params that no module guards count as read from the start.
+        # Params that no module guards count as read when the optimizer's step returns.
         for event in (HookEvent(names=frozenset(), time=end), *hook_trace.begins.get(step + 1, ())):
             waited = sum(call.waited < event.time for call in gathers) - others
             needed = sum(not read.isdisjoint(form.names_with_elems) for form in rank.forms)

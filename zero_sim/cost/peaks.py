@@ -1,29 +1,31 @@
-"""Peaks within a step: allowed bytes of whole gradients and params, against measured bytes.
+"""Memory peaks within a step: allowed bytes of unsharded gradients and params, against measured.
 
-Between steps, stages 2 and 3 hold only shards (`zero_sim.cost.memory`). The saving is real only if
-whole memory is also released within the step. Its due times follow from starts and ends of modules
-and arrivals of gradients, which hooks of the harness observe after those of the system, and from
-the params in each bucket (`zero_sim.cost.forms`).
+Between steps, stages 2 and 3 have only shards in memory (`zero_sim.cost.memory`). They save memory
+only if unsharded tensors are also released within the step. Release is due at certain starts and
+ends of modules, and when gradients arrive. The harness observes these by hooks that run after the
+system's. It also needs the params in each bucket (`zero_sim.cost.forms`).
 
 [Note: whole memory]
-Gradients of a bucket: from the first arrival until the next bucket in the order of reductions is in
-flight; without overlap, until its own reduction. If gradients arrive in bucket order, one bucket
-fills and one is in flight, so a rank holds at most two buckets besides its shards, however deep the
-model. A bucket with missing gradients delays all later ones.
+Here, *whole* means unsharded.
 
-Params of a bucket (stage 3):
-    forward    from the start of the first module that reads it, or of one up to `system.prefetch`
-               buckets earlier, to the end of the last such module.
-    between    the last bucket stays; without `reshard_after_forward`, all do.
-    backward   from the output of the last module that reads it, or up to `system.prefetch` buckets
-               earlier, until backward reaches a module that ended before the first reader began.
-               With activation checkpoints, also from the second start of a module that reads it.
+Gradients of a bucket may be whole from the first arrival until the next bucket in reduction order
+is in flight; without overlap, until their own reduction. If gradients arrive in bucket order, one
+bucket fills and another is in flight. So besides its shards, a rank has at most two buckets, for
+any depth of the model. A bucket with missing gradients delays all later buckets.
 
-Buckets with shard groups of another size, such as those of experts, are counted separately for
-prefetch and for the last bucket, because ranks may differ in their number.
+Params of a bucket may be whole (stage 3):
+    forward    from the start of the first module that reads the bucket, or of a module up to
+               `system.prefetch` buckets earlier, to the end of the last such module.
+    between    only the last bucket; without `reshard_after_forward`, all buckets.
+    backward   from the output of the last module that reads the bucket, or up to `system.prefetch`
+               buckets earlier, until backward reaches a module that ended before the first reader
+               began. With activation checkpoints, also from the second start of a reader.
 
-Gradients of an arena (`zero_sim.cost.memory`) lie inside it if they arrive in bucket order, or if
-each has its own span.
+Expert buckets may have shard groups of another size. Prefetch and the last bucket are counted
+separately for each size, because ranks may differ in the number of such buckets.
+
+Gradients lie inside an arena (`zero_sim.cost.memory`) if they arrive in bucket order, or if each
+bucket has its own span.
 
 Memory that is whole at any other moment is a finding, and so is memory longer than its bucket.
 """
@@ -49,12 +51,12 @@ from zero_sim.scenario.names import frozen_at
 from zero_sim.scenario.spec import Scenario
 
 _PHASES = {"begin": Phase.FORWARD, "end": Phase.FORWARD}
-"""Phase by kind of moment; backward for all others."""
+"""Phases of moments; all other moments are in backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """A call of a module that reads buckets, in ticks: starts and ends of modules."""
+    """A call of a module that reads buckets. A tick is the start or end of a module."""
 
     start: int
     stop: int
@@ -63,39 +65,39 @@ class _Use:
 
 @dataclass(slots=True, eq=False)
 class _Reads:
-    """Buckets whose params may be whole, from the module calls of one micro-batch."""
+    """Buckets whose params may be whole, derived from a micro-batch's module calls."""
 
     users: Mapping[int, frozenset[nn.Module]]
     prefetch: int
     kept: frozenset[int]
     """Buckets that stay whole between forward and backward."""
     sharers: Sequence[int]
-    """Size of each bucket's shard group; buckets of equal size share one prefetch order."""
+    """Shard group size by bucket. Buckets with equal size share a prefetch order."""
     tick: int = 0
     starts: list[int] = field(default_factory=list)
     pending: dict[int, set[nn.Module]] = field(default_factory=dict)
-    """By bucket, the modules that have not run yet in this forward."""
+    """Modules that have not run yet in this forward, by bucket."""
     in_use: Counter[int] = field(default_factory=Counter)
     gathered: set[int] = field(default_factory=set)
     uses: list[_Use] = field(default_factory=list)
     reached: int | None = None
     """Index of the earliest use that backward has reached; None before backward."""
     ahead: set[int] = field(default_factory=set)
-    """Buckets prefetched in backward, or read by a module that runs again."""
+    """Buckets that backward prefetched, or that a module which runs again reads."""
 
     def begin(self, buckets: frozenset[int]) -> None:
         if not self.starts:
-            # The outermost module starts: a new forward, with all readers pending.
+            # If the outermost module starts, a new forward begins, with all readers pending.
             self.pending = {bucket: set(users) for bucket, users in self.users.items()}
         self.starts.append(self.tick)
         self.tick += 1
         self.in_use.update(buckets)
         self.gathered |= buckets
         for ranks in {self.sharers[bucket] for bucket in buckets}:
-            # Prefetch follows registration order, per size of shard group.
+            # Prefetch follows registration order, separately for each shard group size.
             last = max(self._of(ranks, buckets))
             following = self._of(ranks, range(last + 1, len(self.sharers)))[: self.prefetch]
-            # A bucket without pending readers will not be read again, so no prefetch is due.
+            # A bucket without pending readers will not be read again, so it is not prefetched.
             self.gathered |= {bucket for bucket in following if self.pending.get(bucket)}
 
     def end(self, module: nn.Module, buckets: frozenset[int]) -> None:
@@ -105,27 +107,27 @@ class _Reads:
         for bucket in buckets:
             self.pending[bucket].discard(module)
         self.uses.append(_Use(start, self.tick, buckets))
+        # Reshard buckets without a running or pending reader.
         self.gathered = self.whole_in_forward()
-        # Reshard: drop buckets without a running or pending reader.
 
     def whole_in_forward(self) -> set[int]:
+        # A module reads the bucket now, or the model runs and a reader is pending.
         used = {b for b in self.gathered if self.in_use[b] or (self.starts and self.pending[b])}
-        # Whole while a module reads it, or while the model runs and a reader is pending.
         return used | (self.gathered & self.kept)
 
     def come_to(self, index: int) -> None:
         """Advance backward to the output of a use."""
         now = len(self.uses) if self.reached is None else self.reached
-        # Backward may skip outputs without a gradient, so all uses in between count as reached.
+        # Backward skips outputs without a gradient, so all uses in between count as reached.
         for passed in range(now - 1, index - 1, -1):
             coming = dict.fromkeys(
-                # Buckets of earlier uses, in the order in which backward will need them.
+                # Buckets of earlier uses, in the order that backward needs them.
                 bucket
                 for use in self.uses[:passed][::-1]
                 for bucket in use.buckets
                 if bucket not in self.uses[passed].buckets
             )
-            # Buckets of a single use are prefetched together, in unspecified order.
+            # A use's buckets are prefetched together, in any order.
             due: list[int] = []
             for ranks in {self.sharers[bucket] for bucket in self.uses[passed].buckets}:
                 due += self._of(ranks, coming)[: self.prefetch]
@@ -138,21 +140,21 @@ class _Reads:
         self.reached = min(now, index)
 
     def _of(self, ranks: int, buckets: Iterable[int]) -> list[int]:
-        """Return the buckets with shard groups of this size."""
+        """Select the buckets with shard groups of this size."""
         return [bucket for bucket in buckets if self.sharers[bucket] == ranks]
 
     def is_past(self, bucket: int) -> bool:
-        """Return True if backward has passed every use of a bucket."""
+        """Return True if backward has passed all uses of a bucket."""
         firsts = [use.start for use in self.uses if bucket in use.buckets]
         if self.reached is None or self.reached == len(self.uses) or not firsts:
             return False
-        # Passed once backward is at a use that ended before the first use of the bucket began.
+        # Passed if backward is at a use that ended before the bucket's first use began.
         return min(firsts) >= self.uses[self.reached].stop
 
     def whole(self) -> set[int]:
         if self.reached is None:
             return self.whole_in_forward()
-        # During backward: buckets of reached uses, prefetched ones, and kept ones until passed.
+        # In backward: buckets that are reached, prefetched or kept, until passed.
         come = {bucket for use in self.uses[self.reached :] for bucket in use.buckets}
         may = come | self.ahead | (self.gathered & self.kept)
         return {bucket for bucket in may if not self.is_past(bucket)}
@@ -160,34 +162,29 @@ class _Reads:
 
 @dataclass(slots=True, eq=False)
 class _Replay:
-    """State of the closed form over the moments of a step; see [Note: whole memory]."""
+    """State of the closed form during a step; see [Note: whole memory]."""
 
     forms: Sequence[BucketForm]
-    """Buckets of the rank, in order of their first registered param."""
+    """The rank's buckets, in order of their first registered param."""
     index_of: Mapping[str, int]
-    """Bucket index of each param."""
+    """Bucket index by param."""
     scenario: Scenario
     step: int
     reads: _Reads
-    """State of the current micro-batch."""
+    """State in the current micro-batch."""
     micro: int | None = None
     filled: set[int] = field(default_factory=set)
     were_in_order: bool = True
-    """True while the whole gradients of this step fit the spans of an arena."""
+    """True if all whole gradients in this step so far fit into an arena's spans."""
     arrived: set[str] = field(default_factory=set)
 
     def take(self, moment: Moment, *, buckets: Mapping[nn.Module, frozenset[int]]) -> None:
-        """Advance by one moment.
-
-        Args:
-            moment: The next moment.
-            buckets: Buckets that each module reads.
-        """
+        """Advance by one moment; `buckets` has the buckets that each module reads."""
         if moment.micro != self.micro:
             self.micro = moment.micro
             self.arrived.clear()
             reads = self.reads
-            # Params are gathered anew in each micro-batch; gradients may accumulate in `filled`.
+            # Params are gathered anew in each micro-batch, but gradients may accumulate.
             self.reads = _Reads(
                 users=reads.users, prefetch=reads.prefetch, kept=reads.kept, sharers=reads.sharers
             )
@@ -215,7 +212,7 @@ class _Replay:
         allowed: dict[str, set[int]] = {}
         for what, param, held in moment.whole:
             if what not in allowed:
-                # Computed once per kind, and only if the engine reports it.
+                # Compute this once per kind, and only if the engine reports the kind.
                 allowed[what] = (
                     self.reads.whole() if what == "params" else self._allowed_grads(what)
                 )
@@ -231,19 +228,19 @@ class _Replay:
         """Return the buckets whose gradients may be whole."""
         system, run = self.scenario.system, self.scenario.run
         if system.sync == "last" and self.micro != run.micro_batches - 1:
-            # Nothing is reduced before the last micro-batch: all gradients accumulate.
+            # All gradients accumulate, because only the last micro-batch reduces.
             return self.filled
         frozen = frozen_at(self.scenario.model, step=self.step)
         issued: list[int] = []
+        # In reduction order, which is the reverse of registration order.
         for index in range(len(self.forms))[::-1]:
-            # Walk in order of reduction, which is the reverse of registration.
             missing = {*self.forms[index].names_with_elems} - frozen - self.arrived
-            # Stage 3 reduces when backward has passed the bucket's modules, gradients or not.
+            # Stage 3 reduces when backward has passed the bucket's modules, even without gradients.
             if not (self.reads.is_past(index) if system.stage == 3 else not missing):
                 break
             issued.append(index)
+        # Only the last issued reduction may be in flight, and only with overlap.
         in_flight = issued[-1:] if overlaps_grads(system) else []
-        # Only the last issued reduction may still be in flight, and only with overlap.
         return (self.filled - {*issued}) | {*in_flight}
 
     def _allowed_grads(self, what: str) -> set[int]:
@@ -251,8 +248,8 @@ class _Replay:
         if what == "gradients":
             return whole
         window = range(min(whole, default=0), max(whole, default=-1) + 1)
-        # In order means contiguous in the order of reductions, with at most one bucket in flight.
-        # Such gradients lie inside the arena, so none may be whole outside it.
+        # "In order" means contiguous in reduction order, with at most one bucket in flight. Such
+        # gradients lie inside the arena, so none may be whole outside of it.
         places = 1 + overlaps_grads(self.scenario.system)
         self.were_in_order &= len(whole) == len(window) <= places
         return set() if self.were_in_order or keeps_grads(self.scenario) else whole
@@ -265,9 +262,8 @@ def _check_peaks(
     buckets: Mapping[nn.Module, frozenset[int]],
     rank: int,
 ) -> Iterator[Finding]:
-    """Check whole memory at each moment of modules and gradients."""
     for moment in moments:
-        # Moments of checkpoints and of staged gradients, which have closed forms of their own.
+        # Other closed forms check checkpoints and staged gradients.
         if moment.what in ("forward", "update"):
             continue
         replay.take(moment, buckets=buckets)
@@ -304,14 +300,10 @@ def watch_own_peaks(
     most: Mapping[str, int],
     rank: int,
 ) -> None:
-    """Record whole memory over a step, and check it against a target's declared bounds.
+    """Record whole memory during a step, and check it against a target's declared bounds.
 
-    Args:
-        recorder: Recorder of the step; receives the bounds.
-        module: As for `watch_peaks`.
-        names: As for `watch_peaks`.
-        most: Upper bound in bytes by name, such as `whole gradients`.
-        rank: Rank in the dp-cp group.
+    `most` has the bounds in bytes by name, such as `whole gradients`. Other arguments as for
+    `watch_peaks`.
     """
     recorder.forms.append(partial(_check_most, most=most, step=recorder.step, rank=rank))
     recorder.watch_grads(names)
@@ -324,7 +316,7 @@ def _check_most(
 ) -> Iterator[Finding]:
     """Check whole bytes at each moment against a target's declared bounds."""
     for moment in moments:
-        # Summed over buckets, because a target bounds the total.
+        # Sum over buckets, because a target's bounds are for the total.
         whole = Counter[str]()
         for what, _, held in moment.whole:
             whole[f"whole {what}"] += held
@@ -353,23 +345,23 @@ def watch_peaks(
     """Record a step's moments after the system's hooks, and check the peaks of its stage.
 
     Args:
-        recorder: Recorder of the step; receives the closed form.
+        recorder: The step's recorder. It receives the closed form.
         module: The module passed to the system, after the system was built.
         names: Its params with their names in the bare model.
-        sizes: Trained params of the rank, in registration order.
-        scenario: The case as its dp-cp group sees it.
-        rank: Rank in the dp-cp group.
+        sizes: The rank's trained params, in registration order.
+        scenario: The dp-cp group's case.
+        rank: Group rank.
     """
     forms = by_registration(sizes, scenario=scenario, rank=rank)
     readers = {reader: read for reader, read in readers_of(module, names=names).items() if reader}
-    # The model itself reads nothing here, but its start and end delimit a forward.
+    # The model's start and end delimit a forward, even if the model itself reads no bucket.
     buckets = {
         reader: frozenset(
             index for index, form in enumerate(forms) if not read.isdisjoint(form.names_with_elems)
         )
         for reader, read in {module: frozenset[str](), **readers}.items()
     }
-    # A system need not watch modules whose params are all empty.
+    # Ignore modules whose params are all empty, because a system need not gather these.
     buckets = {reader: own for reader, own in buckets.items() if own or reader is module}
     users = {
         index: frozenset(reader for reader, own in buckets.items() if index in own)
@@ -392,6 +384,6 @@ def watch_peaks(
     )
     recorder.forms.append(partial(_check_peaks, replay=replay, buckets=buckets, rank=rank))
     recorder.watch_grads(names)
-    # Below stage 3 params stay whole, so modules do not matter.
+    # Below stage 3, params stay whole, so modules do not matter.
     if system.stage == 3:
         recorder.watch_modules(buckets)

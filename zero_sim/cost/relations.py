@@ -1,21 +1,22 @@
-"""Upper bounds of calls that any system of a stage satisfies, without a declared closed form.
+"""Upper bounds of calls that hold for any system at a stage, without a declared closed form.
 
 [Note: upper bounds]
 Per step and element:
 
-    sums       one over the ranks, or one per micro-batch with sync = "every"; one more over
-               replicas of the shards.
+    sums       one over the ranks, or one per micro-batch with sync = "every"; with replicas of the
+               shards, as many again.
     gathers    at most two per micro-batch (forward, backward), one for a forward under `no_grad`,
-               one after the update. At stage 0 none, except for sums by scatter and gather.
+               one after the update; with replicas, one more. At stage 0 none, except for sums by
+               scatter and gather.
 
-Gathers carry working params, so their dtype is no wider; except gradients' sums that one rank makes
-and broadcasts. Control messages do not count (`zero_sim.cost.volume`).
+Gathers carry working params, so they are not wider than these. Gradient sums that a rank makes
+and broadcasts are an exception. Control messages do not count (`zero_sim.cost.volume`).
 
-A system may add padding: each param up to whole rows on every rank or to the alignment
-(`Costs.align_elems`, or the case's), and each bucket up to the alignment on every rank. There are
-no more buckets than params.
+A system may pad each param to whole rows on every rank or to the alignment (`Costs.align_elems`, or
+the case's), and each bucket to the alignment on every rank. There are at most as many buckets as
+params.
 
-No bound applies if other numbers travel by the same calls: activations of split layers, experts,
+No bound applies if the same calls carry other numbers: activations of split layers, experts,
 exchanges of whole-matrix optimizers, ranks that join without data, fp8.
 """
 
@@ -45,12 +46,8 @@ if TYPE_CHECKING:
 
 
 def why_unrelated(scenario: Scenario) -> str:
-    """Return the reason why no bound applies to a case; empty if bounds apply.
-
-    Args:
-        scenario: The case as a dp-cp group sees it.
-    """
-    # In each of these cases, other numbers travel by the same calls.
+    """Return the reason why no bound applies to a dp-cp group's case; empty if bounds apply."""
+    # See [Note: upper bounds]: here, the same calls carry other numbers.
     for reason, holds in (
         ("split layers", is_tp_block(scenario)),
         ("experts", scenario.topology.ep > 1),
@@ -72,14 +69,14 @@ def check_relations(
     scenario: Scenario,
     costs: Costs,
 ) -> Iterator[Finding]:
-    """Check the bounds that any system of a stage satisfies; see [Note: upper bounds].
+    """Check the bounds that hold for any system at a stage; see [Note: upper bounds].
 
     Args:
-        records: All calls of the world.
-        windows: Steps of one dp-cp group, as intervals of `records`.
-        held: Params and buffers of each rank's module.
-        scenario: The case with the target's rules, as this group sees it.
-        costs: Declared by the target.
+        records: All calls in the world.
+        windows: A dp-cp group's steps, as intervals of `records`.
+        held: Params and buffers in each rank's module.
+        scenario: The dp-cp group's case, with the target's rules.
+        costs: Costs that the target declares.
 
     Returns:
         At most one finding.
@@ -90,7 +87,7 @@ def check_relations(
     gathers = _gathers(scenario) if gathers is None else gathers
     # `costs.gathers` covers training only; a forward under `no_grad` gathers once more.
     gathers += scenario.run.evaluate != "never"
-    # An alignment in bytes is at most as many elements, because an element has at least one byte.
+    # An element has at least one byte, so an alignment in bytes is at most as many elements.
     asked = math.lcm(scenario.system.align_elems, scenario.system.align_bytes)
     align_elems = max(costs.align_elems, asked)
     padded = {
@@ -101,7 +98,7 @@ def check_relations(
         sizes, most = held[window.rank], padded[window.rank]
         made = messages_of(window, records, control=control_elems(sizes))
         widest = max((size.elem_bytes for size in sizes), default=0)
-        # Gathers of wider numbers waste bandwidth: working params should travel, not masters.
+        # Wider numbers waste bandwidth: gathers should carry working params, not masters.
         for record in made.gathered:
             if record.elem_bytes > widest and _gathers_params_alone(scenario):
                 yield finding_of(
@@ -126,37 +123,37 @@ def check_relations(
 
 
 def _gathers_params_alone(scenario: Scenario) -> bool:
-    """Return True if no sums of gradients are gathered, by scatter and gather or by an owner."""
+    """Return True if gathers never carry gradient sums."""
+    # Stage 0 may sum by scatter and gather, and a first rank broadcasts its sum.
     return scenario.system.stage > 0 and scenario.system.sum_by != "first-rank"
 
 
 def _sums(scenario: Scenario) -> int:
-    """Return the largest number of sums of an element in a step."""
-    # With replicas: within the shard group, then over the replicas.
+    # With replicas, ranks sum within the shard group, then over replicas.
     return rounds_of_sums(scenario) * (2 if scenario.system.redundancy > 1 else 1)
 
 
 def _gathers(scenario: Scenario) -> int:
-    """Return the largest number of gathers of an element in a step."""
+    """Return how often a step may gather an element, at most."""
     system, rounds = scenario.system, rounds_of_sums(scenario)
     if not system.stage:
         # A sum at stage 0 may be a scatter and a gather.
         return rounds
     sent_back = rounds if system.sum_by != "reduce-scatter" else 0
-    # Forward and backward per micro-batch, and the update.
+    # One before each forward and backward, and one after the update.
     return 2 * scenario.run.micro_batches + 1 + (system.redundancy > 1) + sent_back
 
 
 def _padded_elems(sizes: Sequence[HeldSize], *, ranks: int, align_elems: int) -> int:
-    """Return the elements of all tensors with the most padding that a system may add."""
+    """Return the elements of all tensors, with the most padding that a system may add."""
     total = 0
     for size in sizes:
         if not size.elems:
             continue
         rows = -(-size.elems // size.row_elems)
-        # FSDP2 cuts by rows, flat buffers by aligned elements: take the larger.
+        # FSDP2 pads to whole rows, flat buffers to aligned elements: take the larger.
         whole_rows = -(-rows // ranks) * ranks * size.row_elems
         aligned = -(-size.elems // align_elems) * align_elems
+        # The last term is bucket padding, because each param may have its own bucket.
         total += max(whole_rows, aligned) + align_elems * ranks
-        # The last term is the padding of a bucket, and each param may have its own.
     return total

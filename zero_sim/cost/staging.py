@@ -1,9 +1,8 @@
-"""fp32 gradients staged for the optimizer: closed form of their bytes, and check.
+"""fp32 gradients staged for the optimizer: closed form in bytes, and check.
 
-Without a step buffer they are as long as the rank's shard. With one, they are as long as the
-buffer, or as the longest part of a param that does not fit, for any number of params. The harness
-measures the gradients passed to each optimizer step by torch's global hook, which works for any
-system.
+Without a step buffer, a rank stages its whole shard at once. With a step buffer, it stages at most
+one buffer, or a longer fragment, for any number of params. The harness measures the gradients of
+each optimizer step by torch's global hook, which needs no access to the system.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ _FP32_BYTES = 4
 
 
 def owned_lengths(sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int) -> list[int]:
-    """Return the elements of each fragment that a rank owns, in no particular order.
+    """Return the elements in each fragment on a rank, in no particular order.
 
     Args:
-        sizes: Trained params of the rank, in registration order.
-        scenario: The case as its dp-cp group sees it.
-        rank: Rank in the dp-cp group.
+        sizes: The rank's trained params, in registration order.
+        scenario: The dp-cp group's case.
+        rank: Group rank.
     """
     elems = {size.name: size.elems for size in sizes}
     lengths = []
@@ -39,58 +38,40 @@ def owned_lengths(sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int) 
             # Intersection of param and shard; negative if they do not meet.
             own = min(start + elems[name], stop) - max(start, form.shard_start)
             lengths.append(max(0, own))
-    # Params outside the shard are no fragments, and would count as fitting a step buffer.
+    # Omit empty fragments, which would count as fitting into a step buffer.
     return [length for length in lengths if length]
 
 
 def staged_bytes(sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int) -> int:
-    """Return the most bytes of fp32 gradients that the optimizer receives at once.
-
-    Args:
-        sizes: As for `owned_lengths`.
-        scenario: As for `owned_lengths`.
-        rank: As for `owned_lengths`.
-    """
+    """Return the most gradient bytes in an optimizer step; arguments as for `owned_lengths`."""
     lengths = owned_lengths(sizes, scenario=scenario, rank=rank)
     buffer = scenario.system.step_buffer_elems
     if buffer is None:
-        # One optimizer step over the whole shard.
+        # A single optimizer step over the whole shard.
         return sum(lengths) * _FP32_BYTES
-    # A fragment longer than the buffer is stepped alone; the others share the buffer.
+    # A fragment longer than the buffer is stepped alone. All others share the buffer.
     by_themselves = [length for length in lengths if length > buffer]
     fitting = [buffer] if len(by_themselves) < len(lengths) else []
     return max([*by_themselves, *fitting], default=0) * _FP32_BYTES
 
 
 def staging_peak(sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int) -> int:
-    """Return the peak bytes of staged gradients: the buffer, and one fragment that does not fit.
-
-    Args:
-        sizes: As for `owned_lengths`.
-        scenario: As for `owned_lengths`.
-        rank: As for `owned_lengths`.
-    """
+    """Return the peak bytes of staged gradients; arguments as for `owned_lengths`."""
     lengths = owned_lengths(sizes, scenario=scenario, rank=rank)
     buffer = scenario.system.step_buffer_elems
     if buffer is None:
         return sum(lengths) * _FP32_BYTES
+    # A fragment that does not fit is staged while the buffer still exists.
     longer = max((length for length in lengths if length > buffer), default=0)
     has_fitting = any(length <= buffer for length in lengths)
-    # The buffer is only allocated if a fragment fits into it.
+    # The buffer exists only if a fragment fits into it.
     return (longer + buffer * has_fitting) * _FP32_BYTES
 
 
 def check_staging(
     moments: Sequence[Moment], *, owed: int, step: int, rank: int
 ) -> Iterator[Finding]:
-    """Check the bytes of gradients passed to a rank's optimizer.
-
-    Args:
-        moments: Moments of the step.
-        owed: Largest number of bytes.
-        step: Index of the step.
-        rank: Rank in the dp-cp group.
-    """
+    """Check the gradient bytes passed to a rank's optimizer in a step."""
     for moment in moments:
         if moment.what == "update" and moment.bytes > owed:
             yield Finding(

@@ -1,4 +1,4 @@
-"""Checks of costs that a target declares: its calls, their bytes, and traffic in flight."""
+"""Checks of costs that a target declares: calls, their bytes, and traffic in flight."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Called:
-    """Collectives of one dp-cp group in the steps of a world."""
+    """Collectives of a dp-cp group in a world's steps."""
 
     log: EventLog
     windows: Sequence[StepWindow]
-    """Its steps, as intervals of the log."""
+    """The group's steps, as intervals of the log."""
     sizes: Mapping[int, Sequence[ParamSize]]
-    """Trained params of each rank."""
+    """Trained params by group rank."""
     scenario: Scenario
-    """The case as this group sees it."""
+    """The dp-cp group's case."""
 
     def case(self, rank: int, *, skipped: bool = False) -> CostCase:
-        """Return the arguments for a target's own closed form."""
+        """Return the argument for a target's own closed form."""
         elems = {size.name: size.elems for size in self.sizes[rank]}
         return CostCase(scenario=self.scenario, rank=rank, elems=elems, skipped=skipped)
 
@@ -50,18 +50,16 @@ class Called:
 def check_bytes(called: Called, form: ByName | None) -> Iterator[Finding]:
     """Check the bytes that ranks contribute in each step, by dtype.
 
-    Args:
-        called: Collectives of the group.
-        form: The target's closed form; None for textbook ZeRO.
+    `form` is the target's closed form; None for textbook ZeRO.
     """
     forms: dict[tuple[int, bool], Mapping[str, int]] = {}
     for window in called.windows:
         if form is None and leaves_gathers(called.scenario, step=window.step):
-            # The textbook form gathers everything, which a step with skipped modules does not.
+            # The textbook form gathers all params, but skipped modules need no gathers.
             continue
         sizes = called.sizes[window.rank]
         key = (window.rank, window.skipped)
-        # Forms depend on rank and skipping only, so compute each once.
+        # The form depends only on rank and skipping, so compute it once.
         if key not in forms:
             forms[key] = _owed_bytes(called, form, rank=window.rank, skipped=window.skipped)
         owed = forms[key]
@@ -72,8 +70,8 @@ def check_bytes(called: Called, form: ByName | None) -> Iterator[Finding]:
             made[record.dtype] += sent_bytes
             if max(record.elems, record.output_elems) <= most:
                 control[record.dtype] += sent_bytes
-        # A closed form has no control messages, and short data looks like them. So the excess may
-        # be anything up to the bytes of short messages.
+        # A closed form has no control messages, and short data looks like them. So any excess up to
+        # the bytes of short messages is allowed.
         wrong = [
             f"{made[dtype]} of {dtype} in place of {owed.get(dtype, 0)}"
             for dtype in sorted(made.keys() | owed.keys())
@@ -99,7 +97,7 @@ def _owed_bytes(
     )
     for call, count in planned.items():
         if not call.is_control:
-            # The caller tolerates control messages, so a form without them is enough.
+            # The caller allows control messages, so a form without them is enough.
             owed[call.dtype] += call.bytes * count
     return owed
 
@@ -111,13 +109,13 @@ def check_told_calls(
     has_bucket_elems: bool,
     costs: Costs,
 ) -> Iterator[Finding]:
-    """Check that ranks reduce exactly the buckets that places report, once per sum.
+    """Check that ranks reduce and gather exactly the buckets that they report.
 
     Args:
-        called: Collectives of the group.
-        places: Places that each rank reports.
+        called: The group's collectives.
+        places: Reported places by group rank.
         has_bucket_elems: True if the target supports `system.bucket_elems`.
-        costs: Declared by the target.
+        costs: Costs that the target declares.
     """
     rounds = rounds_of_sums(called.scenario)
     members = frozenset(window.world_rank for window in called.windows)
@@ -128,14 +126,14 @@ def check_told_calls(
     for window in called.windows:
         control = control_elems(called.sizes[window.rank])
         messages = messages_of(window, called.log.collectives, control=control)
-        # Omit calls between parts of a model: split layers add activations by the same calls.
+        # Omit calls between dp-cp groups, because split layers sum activations by the same calls.
         reduced = [each for each in messages.reduced if members.issuperset(each.group_ranks)]
         wanted = Counter(
-            # Short calls are indistinguishable from control messages on both sides.
+            # Omit short calls on both sides, because they look like control messages.
             {call: count * rounds for call, count in told[window.rank].items() if call[1] > control}
         )
         made = Counter(_kind_of(record) for record in reduced)
-        # Sums over replicas are not reported; accept at most one per bucket.
+        # Engines do not report sums over replicas; accept at most one per bucket.
         made -= _over_copies(reduced, wanted, copies=called.scenario.system.redundancy)
         if made != wanted:
             yield finding_of(
@@ -158,9 +156,9 @@ class _Told:
 
     kind: str
     elems: int
-    """Elements of the call, padding included."""
+    """Elements in the call, padding included."""
     parts: dict[tuple[str, int], int] = field(default_factory=dict)
-    """Elements of each place, by (param, start)."""
+    """Elements in each place, by (param, start)."""
 
 
 def told_calls(
@@ -168,11 +166,12 @@ def told_calls(
 ) -> Counter[tuple[str, int]]:
     """Count the calls that reduce each reported bucket once, by kind and elements.
 
-    A rank takes part even if other ranks own the whole bucket. Empty if no bucket is reported.
-
     Args:
-        places: Places that each rank reports.
-        held: Names of the params that the calling rank trains; it takes no part in other buckets.
+        places: Reported places by group rank. A rank takes part in buckets that others own.
+        held: Names of the params that the calling rank trains. It takes no part in other buckets.
+
+    Returns:
+        The counts; empty if no bucket is reported.
     """
     return Counter((each.kind, each.elems) for each in _told_buckets(places, held=held))
 
@@ -180,26 +179,26 @@ def told_calls(
 def _told_buckets(
     places: Mapping[int, Sequence[Place]], *, held: Collection[str]
 ) -> Collection[_Told]:
-    """Return one record per call that reduces a bucket; arguments as for `told_calls`."""
+    """Return a record for each call that reduces a bucket; arguments as for `told_calls`."""
     calls: dict[object, _Told] = {}
     for place in (place for told in places.values() for place in told):
-        # A call may join several buckets; then the joined length and offset identify it.
+        # If a call joins several buckets, the joined length and offset identify it.
         elems = place.call_elems if place.joined_elems is None else place.joined_elems
         if place.param not in held or not place.reduced_by or not elems:
             continue
         offset = place.call_offset if place.joined_offset is None else place.joined_offset
         where: object
         if place.flat_start is not None and offset is not None:
-            # Start of the call in the flat buffer: equal for all places of one call.
+            # The call's start in the flat buffer, which is equal for all places in the call.
             where = place.flat_start - offset
         elif place.bucket is not None:
-            # `reduce` has a single root, so a bucket of several owners takes several calls.
+            # `reduce` has a single root, so a bucket with several owners takes several calls.
             where = ("bucket", place.bucket, place.shard if place.reduced_by == "reduce" else None)
         else:
             continue
         key = (place.buffer, place.reduced_by, elems, where)
         told = calls.setdefault(key, _Told(kind=place.reduced_by, elems=elems))
-        # By position, so that replicas of a part count once.
+        # By position, so that replicas count once.
         told.parts[place.param, place.start] = place.stop - place.start
     return calls.values()
 
@@ -211,18 +210,13 @@ def _kind_of(record: CollectiveRecord) -> tuple[str, int]:
 def _over_copies(
     reduced: Sequence[CollectiveRecord], wanted: Counter[tuple[str, int]], *, copies: int
 ) -> Counter[tuple[str, int]]:
-    """Return the sums over replicas of the shards, which engines do not report.
+    """Return the unreported calls that may be sums over replicas of the shards.
 
-    At most one per bucket, none longer than the longest bucket; otherwise empty.
-
-    Args:
-        reduced: Reductions of a rank in a step.
-        wanted: Calls that reduce reported buckets.
-        copies: Number of replicas of each shard.
+    There are none if they are more than the reported buckets, or longer than the longest bucket.
     """
     largest = max((elems for _, elems in wanted), default=0)
     left = Counter(_kind_of(record) for record in reduced) - wanted
-    # A sum over replicas runs on one rank of each replica.
+    # A sum over replicas joins one rank of each replica.
     left &= Counter(_kind_of(record) for record in reduced if len(record.group_ranks) == copies)
     is_one_each = left.total() <= wanted.total()
     within = all(elems <= largest for _, elems in left)
@@ -232,16 +226,16 @@ def _over_copies(
 def _check_sizes(called: Called, told: Collection[_Told], *, are_most: bool) -> Iterator[Finding]:
     """Check that reported buckets are near their requested size.
 
-    A bucket exceeds it by at most one param, and two neighbours together are never smaller. If it
-    is an upper bound, no bucket of several params exceeds it at all, not counting padding.
+    A bucket exceeds `bucket_elems` by at most one param, and two neighbours together reach it. If
+    `are_most`, no bucket with several params exceeds it, without padding.
     """
     window, asked = called.windows[0], called.scenario.system.bucket_elems
     assert asked is not None
     sizes = called.sizes[window.rank]
     longest = max((size.elems for size in sizes), default=0)
     payload = sum(size.elems for size in sizes)
-    # Two neighbours together reach `bucket_elems`; add one for each dtype and kind, because these
-    # share no bucket.
+    # Two neighbours together reach `bucket_elems`. Dtypes and kinds share no bucket, so each may
+    # have an additional small bucket.
     most = 2 * payload // asked + len({(size.dtype, size.kind) for size in sizes})
     if len(told) > most:
         yield finding_of(
@@ -260,7 +254,7 @@ def _check_sizes(called: Called, told: Collection[_Told], *, are_most: bool) -> 
             return
     largest = max((each.elems for each in told), default=0)
     align = called.scenario.system.align_elems * called.scenario.world.size
-    # 128 elements per rank: padding of known libraries, as in `zero_sim.targets.costs`.
+    # Known libraries pad by 128 elements per rank; see `zero_sim.targets.costs`.
     if payload > largest > asked + longest + max(align, 128 * called.scenario.world.size):
         yield finding_of(
             window,
@@ -277,17 +271,17 @@ def _in_words(call: tuple[str, int]) -> str:
 def _check_gathers(
     called: Called, places: Mapping[int, Sequence[Place]], *, most: int | None
 ) -> Iterator[Finding]:
-    """Check that ranks gather exactly the buckets that places report, if any do."""
+    """Check that ranks gather exactly the buckets that they report, if any are reported."""
     system, run = called.scenario.system, called.scenario.run
     if most is None:
-        most = 1 if system.stage < 3 else 2 * run.micro_batches + 1
         # Stage 3: before forward and backward of each micro-batch, and after the update.
+        most = 1 if system.stage < 3 else 2 * run.micro_batches + 1
     members = frozenset(window.world_rank for window in called.windows)
     for window in called.windows:
         sizes = called.sizes[window.rank]
         held, control = {size.name for size in sizes}, control_elems(sizes)
         buckets = {
-            # `broadcast` has a single root, so each owner's shard is a call of its own.
+            # `broadcast` has a single root, so each owner's shard is a separate call.
             (kind, place.buffer, place.bucket, place.bucket_start, place.bucket_stop)
             + ((place.shard,) if kind == "broadcast" else ())
             for told in places.values()
@@ -305,8 +299,8 @@ def _check_gathers(
             for record in gathered
             if members.issuperset(record.group_ranks)
         )
-        least = Counter[tuple[str, int]]() if window.skipped else told
         # A skipped step changes no params, so it may omit its gathers.
+        least = Counter[tuple[str, int]]() if window.skipped else told
         if not least <= made or not made <= Counter({k: n * most for k, n in told.items()}):
             times = "once" if most == 1 else f"1 to {most} times"
             yield finding_of(
@@ -318,12 +312,7 @@ def _check_gathers(
 
 
 def check_control(called: Called, most: int) -> Iterator[Finding]:
-    """Check the number of control messages of a rank in a step.
-
-    Args:
-        called: Collectives of the group.
-        most: Largest number.
-    """
+    """Check that a rank sends at most `most` control messages in each step."""
     for window in called.windows:
         control = control_elems(called.sizes[window.rank])
         records = window.records(called.log.collectives)
@@ -338,11 +327,9 @@ def check_control(called: Called, most: int) -> Iterator[Finding]:
 
 
 def check_overlapping(called: Called, least: AtMost) -> Iterator[Finding]:
-    """Check that enough calls are in flight at once at some moment of each step.
+    """Check that in each step, enough calls are in flight at the same time.
 
-    Args:
-        called: Collectives of the group.
-        least: The target's closed form of the smallest peak.
+    `least` is the target's closed form for the least peak.
     """
     records = called.log.collectives
     for window in called.windows:
@@ -369,11 +356,9 @@ def check_overlapping(called: Called, least: AtMost) -> Iterator[Finding]:
 
 
 def check_in_flight(called: Called, most: AtMost) -> Iterator[Finding]:
-    """Check the bytes in flight at each moment of a step.
+    """Check the bytes in flight throughout each step.
 
-    Args:
-        called: Collectives of the group.
-        most: The target's closed form of the largest number of bytes.
+    `most` is the target's closed form for the most bytes allowed.
     """
     records = called.log.collectives
     for window in called.windows:
@@ -386,7 +371,8 @@ def check_in_flight(called: Called, most: AtMost) -> Iterator[Finding]:
             if moment.what == "issue":
                 in_flight[moment.record] = records[moment.record].bytes
             elif moment.what == "land":
-                # In flight until the wait returns: the buffers may not be reused earlier.
+                # Bytes are in flight until the wait returns, because buffers cannot be reused
+                # earlier.
                 in_flight.pop(moment.record, None)
             if sum(in_flight.values()) > allowed:
                 yield finding_of(

@@ -1,7 +1,7 @@
 """Volume of communication: closed form of textbook ZeRO against the calls of a step.
 
 A system that reduces too often, gathers twice or sends padding computes the right numbers at the
-wrong cost. If its calls have no closed form, they are sorted by purpose, without control messages.
+wrong cost. For systems without a closed form, `messages_of` sorts calls by purpose.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from zero_sim.scenario.spec import Scenario
 if TYPE_CHECKING:
     from zero_sim.sim import CollectiveRecord
 
-# Lengths of control messages in elements; see `control_elems`.
+# Control message lengths in elements; see `control_elems`.
 _CONTROL_ELEMS = 16
 _CONTROL_ELEMS_A_PARAM = 4
 
 _SUMS = ("SUM", "AVG", "PREMUL_SUM")
 _REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_list")
-# A broadcast gathers the shard of an owner.
+# A broadcast gathers an owner's shard.
 _GATHERING = ("all_gather", "all_gather_list", "broadcast")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepWindow:
-    """Interval of the event log in which one rank took one step."""
+    """Interval of the event log in which a rank took a step."""
 
     rank: int
-    """Rank in the dp-cp group."""
+    """Group rank."""
     world_rank: int
     step: int
     start: int
@@ -46,14 +46,14 @@ class StepWindow:
     """Half-open interval of `EventLog.collectives`, with `start`."""
     skipped: bool
     looked: tuple[tuple[int, int], ...] = ()
-    """Intervals in which the rank only returned state to the judge."""
+    """Intervals in which the rank returned state to the judge. Their calls do not count."""
 
     def records(self, log: Sequence[CollectiveRecord]) -> Sequence[CollectiveRecord]:
         """Return the rank's calls in the step, without barriers."""
         found: list[CollectiveRecord] = []
         for index in range(self.start, self.stop):
             record = log[index]
-            # All ranks append to one log, so the interval contains others' calls.
+            # All ranks share the log, so the interval also contains other ranks' calls.
             is_own = record.rank == self.world_rank and record.kind != "barrier"
             if is_own and not any(start <= index < stop for start, stop in self.looked):
                 found.append(record)
@@ -67,20 +67,20 @@ def check_volume(
     sizes: Mapping[int, Sequence[ParamSize]],
     scenario: Scenario,
 ) -> Iterator[Finding]:
-    """Check kind, group size and elements of all calls of each step.
+    """Check kind, group size and elements of each step's calls.
 
     Args:
-        records: All calls of the world.
-        windows: Steps of one dp-cp group, as intervals of `records`.
-        sizes: Trained params of each rank.
-        scenario: The case as this group sees it.
+        records: All calls in the world.
+        windows: A dp-cp group's steps, as intervals of `records`.
+        sizes: Trained params by group rank.
+        scenario: The dp-cp group's case.
     """
     forms: dict[tuple[int, bool], Counter[Call]] = {}
     for window in windows:
         if leaves_gathers(scenario, step=window.step):
             continue
         key = (window.rank, window.skipped)
-        # Forms depend on rank and skipping only, so compute each once.
+        # The form depends only on rank and skipping, so compute it once.
         if key not in forms:
             forms[key] = calls_of_step(
                 sizes[window.rank], scenario=scenario, rank=window.rank, skipped=window.skipped
@@ -99,10 +99,8 @@ def check_volume(
 
 
 def leaves_gathers(scenario: Scenario, *, step: int) -> bool:
-    """Return True if a stage-3 step may gather fewer params because some modules do not run.
-
-    Their number is not exact: prefetched params are gathered even if their module does not run.
-    """
+    """Return True if a step at stage 3 may gather fewer params, because some modules do not run."""
+    # The exact number is unknown, because params may be prefetched for a module that does not run.
     return scenario.system.stage == 3 and bool(skipped_at(scenario.model, step=step))
 
 
@@ -119,13 +117,7 @@ _Kind = TypeVar("_Kind", bound=tuple[object, ...])
 def difference(
     made: Counter[_Kind], owed: Counter[_Kind], *, in_words: Callable[[_Kind], str]
 ) -> str:
-    """Describe surplus and missing calls.
-
-    Args:
-        made: Number of calls by kind.
-        owed: Expected number of calls by kind.
-        in_words: Formats a kind.
-    """
+    """Describe surplus and missing calls; `in_words` formats a kind of call."""
 
     def listed(calls: Counter[_Kind]) -> str:
         return ", ".join(f"{count} x {in_words(call)}" for call, count in sorted(calls.items()))
@@ -136,22 +128,22 @@ def difference(
 
 
 def rounds_of_sums(scenario: Scenario) -> int:
-    """Return the number of rounds of sums in a step: one, or one per micro-batch."""
+    """Return how often a step sums gradients over ranks: once, or once per micro-batch."""
     return 1 if scenario.system.sync == "last" else scenario.run.micro_batches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldSize:
-    """Sizes of a param or buffer that may be communicated."""
+    """Sizes of a param or buffer."""
 
     elems: int
     row_elems: int
-    """Elements per row of dim 0; 1 for scalars and empty tensors."""
+    """Elements per row (dim 0); 1 for scalars and empty tensors."""
     elem_bytes: int
 
 
 def held_sizes_of(module: nn.Module) -> tuple[HeldSize, ...]:
-    """Return the sizes of all params and buffers of a bare module, trained or not."""
+    """Return the sizes of a bare module's params and buffers, trained or not."""
     tensors = (*module.parameters(), *module.buffers())
     return tuple(
         HeldSize(
@@ -164,31 +156,25 @@ def held_sizes_of(module: nn.Module) -> tuple[HeldSize, ...]:
 
 
 def control_elems(sizes: Sequence[HeldSize | ParamSize]) -> int:
-    """Return the largest length of a control message: a few numbers, and a few per param."""
-    # Norms by param, flags and counts are control; anything longer may be data.
+    """Return the largest length of a control message, in elements."""
+    # Flags, counts, and norms by param are control messages. A longer message may be data.
     return _CONTROL_ELEMS + _CONTROL_ELEMS_A_PARAM * len(sizes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Messages:
-    """Floating-point calls of one rank in one step, without control messages."""
+    """A rank's floating-point calls in a step, without control messages."""
 
     reduced: tuple[CollectiveRecord, ...]
     """Sums over ranks."""
     gathered: tuple[CollectiveRecord, ...]
-    """Calls that bring a rank elements of other ranks."""
+    """Calls that copy elements from other ranks."""
 
 
 def messages_of(
     window: StepWindow, records: Sequence[CollectiveRecord], *, control: int
 ) -> Messages:
-    """Sort the calls of a step by purpose.
-
-    Args:
-        window: Interval of the step in the log.
-        records: All calls of the world.
-        control: Largest length of a control message in elements.
-    """
+    """Sort a step's calls by purpose; control messages have at most `control` elements."""
     reduced: list[CollectiveRecord] = []
     gathered: list[CollectiveRecord] = []
     for record in window.records(records):
@@ -196,7 +182,7 @@ def messages_of(
             # Integers are counts or fp8 bytes, never gradients or plain params.
             continue
         if record.kind in _REDUCING and record.detail.partition(" ")[0] in _SUMS:
-            # `detail` begins with the reduce op; a maximum is no sum of gradients.
+            # `detail` begins with the reduce op. A maximum is no sum of gradients.
             reduced.append(record)
         elif record.kind in _GATHERING:
             gathered.append(record)

@@ -116,14 +116,7 @@ def _built(
     *,
     trajectory: Trajectory | None,
 ) -> AnyReference | LateReference:
-    """Build a group's reference, or a late reference if a trajectory has its steps.
-
-    Args:
-        build: Builds a reference, or continues an earlier one.
-        references: References by group index. A case with a trajectory has only one world.
-        index: Index of the group.
-        trajectory: Steps of a family's earlier cases; None to share none.
-    """
+    """Build a group's reference, or a late reference if a trajectory has its steps."""
     if trajectory is None:
         # Continue the previous world's reference, if any.
         reference = references[index] = build(before=references.get(index))

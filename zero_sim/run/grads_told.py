@@ -30,12 +30,7 @@ Judge = Callable[[Scenario, GradsTold | None], CaseResult]
 
 
 class ToldAt:
-    """A target with a point added to its numerics.
-
-    Args:
-        target: A target without a declared point.
-        point: Point at which it reports gradients.
-    """
+    """A target with a point added to its numerics, at which it reports gradients."""
 
     def __init__(self, target: Target, point: GradsTold) -> None:
         self._target = target

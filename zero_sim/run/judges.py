@@ -73,7 +73,7 @@ def open_judge(
     check_device(chosen.device)
     target = None if chosen.target is None else import_target(chosen.target)
     settle_memory()
-    # Threads of ranks are kept from case to case.
+    # Rank threads are kept from case to case.
     with WorldPool() as pool:
         backend_of_all = Simulated(
             worlds=pool, target=target, device=chosen.device, explainer=chosen.explainer
@@ -89,14 +89,14 @@ def open_judge(
 
 
 class JobsJudge:
-    """Judge of several cases at a time, on its own processes.
+    """Judge for several cases at a time, on its own processes.
 
     Call it once per case, in the order of `scenarios`. If a process dies, only its current case is
     lost.
 
     Args:
         scenarios: The cases.
-        jobs: Number of processes.
+        jobs: How many processes to use.
         chosen: Options for all cases.
 
     Raises:
@@ -113,7 +113,7 @@ class JobsJudge:
         tasks = [(scenario, chosen) for scenario in scenarios]
         self._ended = share_out(_judge, tasks, jobs=jobs)
         self._early_results: dict[int, Future[bytes]] = {}
-        """Results of cases that ended before an earlier case, by index."""
+        """Results that came before an earlier case's, by case index."""
         self._returned_count = 0
 
     def __enter__(self) -> Self:
@@ -123,7 +123,7 @@ class JobsJudge:
         self._ended.close()
 
     def __call__(self, scenario: Scenario) -> CaseResult:
-        """Return the result of the next case.
+        """Return the next case's result.
 
         Raises:
             ZeroSimError: The judge in the other process raised it.
@@ -147,8 +147,6 @@ class JobsJudge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Outcome:
-    """Outcome of a case in another process."""
-
     result: CaseResult | None = None
     error: str = ""
     """Message of a `ZeroSimError`, because some errors cannot be pickled."""
@@ -164,7 +162,7 @@ class _RemoteError(ZeroSimError):
 
 
 def _judge(scenario: Scenario, chosen: Chosen) -> bytes:
-    """Judge a case in a process of its own pool; return a pickled `_Outcome`."""
+    """Judge a case in a pool process; return a pickled `_Outcome`."""
     # A model's output must not mix with results on stdout.
     sys.stdout = sys.stderr
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Observers of a rank, chosen once per case."""
+"""A rank's observers, chosen once per case."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def choose_observers(
     Args:
         bare: The module before the engine wrapped it.
         watched: The rank, its engine and its judge.
-        scenario: The case of the rank's dp-cp group.
+        scenario: The dp-cp group's case.
         costs: Costs that the target declares.
         clock: Clock of the event log; None without a log.
 
@@ -140,11 +140,7 @@ def choose_observers(
 
 
 def _look_at(engine: EngineAdapter) -> Look:
-    """Return the engine's method that reports memory of unsharded tensors.
-
-    Raises:
-        ProtocolError: The engine has no such method.
-    """
+    """Return the engine's method that reports unsharded memory."""
     if isinstance(engine.costed, PeakEngine):
         return engine.costed.whole_bytes
     raise ProtocolError(
@@ -156,7 +152,7 @@ def _look_at(engine: EngineAdapter) -> Look:
 def _watch_memory(
     bare: BareModule, costed: CostedEngine, *, scenario: Scenario, watched: Watched
 ) -> MemoryRecorder | None:
-    """Return a recorder of memory within a step; None if no closed form depends on it."""
+    """Return a memory recorder; None if no closed form depends on memory within a step."""
     system, rank, step = scenario.system, watched.rank, watched.judge.weighed_step
     recorder = MemoryRecorder(step)
     at: dict[str, Any] = {"scenario": scenario, "rank": rank}
@@ -196,15 +192,12 @@ def _own_bytes(
 
 
 class Observers:
-    """Observers of a rank, by moment in the training loop; see `Observer`.
-
-    Args:
-        chosen: All observers. Their inherited methods do nothing, so they are not called.
-    """
+    """A rank's observers by moment in the training loop; see `Observer`."""
 
     def __init__(self, chosen: Sequence[Observer]) -> None:
         def having(method: str) -> Sequence[Observer]:
-            # Select here, because the loop walks these lists for every micro-batch.
+            # Select here, because the loop walks these lists for every micro-batch. Inherited
+            # methods do nothing, so they are omitted.
             base = getattr(Observer, method)
             return [each for each in chosen if getattr(type(each), method) is not base]
 
@@ -221,11 +214,7 @@ class Observers:
 
 
 class JudgeObserver(Observer):
-    """Calls the judge for a rank, and charges its time to the harness.
-
-    Args:
-        watched: The rank, its engine and its judge.
-    """
+    """Calls the judge for a rank, and charges its time to the harness."""
 
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
@@ -260,8 +249,8 @@ class UnwrapObserver(Observer):
 
     Args:
         watched: The rank, its engine and its judge.
-        note: Parts of the module before the engine wrapped it.
-        own_hooks: Hooks of the harness.
+        note: The module's parts before the engine wrapped it.
+        own_hooks: The harness's hooks.
     """
 
     def __init__(self, watched: Watched, *, note: ModuleNote, own_hooks: frozenset[Hook]) -> None:
@@ -269,7 +258,7 @@ class UnwrapObserver(Observer):
         self._note, self._own_hooks = note, own_hooks
 
     def at_end(self, step: int) -> None:
-        """Unwrap the module if the engines of all ranks can."""
+        """Unwrap the module if all ranks' engines can."""
         it = self._watched
         if not it.judge.group.ownership.can_unwrap:
             return

@@ -1,4 +1,4 @@
-"""`zero-sim run` on real processes: own workers, or the processes of a launcher."""
+"""`zero-sim run` on real processes: own workers, or a launcher's processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zero_sim.targets import import_target
 
 
 class Session(Protocol):
-    """Selection of cases, and report of their results."""
+    """Selects cases, and reports their results."""
 
     junit: Path | None
     """File for JUnit XML, if any. Only one process writes it."""
@@ -100,7 +100,7 @@ def run_on_processes(
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Discard all output, which rank 0 prints as well."""
+    # Rank 0 prints the same output.
     with (
         open(os.devnull, "w") as nowhere,
         contextlib.redirect_stdout(nowhere),

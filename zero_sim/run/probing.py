@@ -1,4 +1,4 @@
-"""Order probe: measures how the communicators of a case add gradients.
+"""Order probe: measures how a case's communicators add gradients.
 
 The probe runs before the first step, after every rank has reported its gradients' layout. It
 measures each call that adds gradients, with its size and communicator. For NCCL, it first recovers
@@ -49,7 +49,7 @@ class OrderDrift(ZeroSimError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """Calls of a kind and size that a case relies on."""
+    """Calls, with equal kind and size, that a case relies on."""
 
     kind: Kind
     elems: int
@@ -78,12 +78,12 @@ def measure_orders(
     """Measure how a case's communicators add, and set the result in its judges.
 
     Args:
-        contexts: Contexts of the case, with the facts of every rank.
+        contexts: The case's contexts, with facts from every rank.
         scenario: The case; its order is the backend's own.
         real_rank: This process, inside or outside the case's world.
-        process_count: Number of processes that take part.
-        device: Device of the data.
-        about: Name of this exchange within the case.
+        process_count: How many processes take part.
+        device: The data's device.
+        about: This exchange's name within the case.
 
     Returns:
         The measured orders, in words.
@@ -118,7 +118,7 @@ def measure_orders(
         # The case still needs the world's own group.
         if group is not None and group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    # The first rank of each communicator reports, so that all processes know the same.
+    # Each communicator's first rank reports, so that all processes know the same.
     all_found = real_rank.channel.exchange(found, size=process_count, about=about)
     drifts = []
     for ranks, told, wrong in (each for one in all_found for each in one):
@@ -160,7 +160,7 @@ def _set_arrangements(
 def needs_of(
     contexts: Sequence[GroupContext], *, order: str
 ) -> dict[tuple[int, ...], tuple[Need, ...]]:
-    """Return the calls to measure, by world ranks of their communicator."""
+    """Return the calls to measure, by the communicator's world ranks."""
     sites: dict[tuple[int, ...], set[SumSite]] = {}
     for context in contexts:
         ranks = context.dp_cp_group.ranks
@@ -254,7 +254,7 @@ class _Look:
         )
 
     def drift(self, arrangement: Arrangement | None, need: Need, dtype: torch.dtype) -> str:
-        """Return the expected and observed order of a call, in words."""
+        """Return a call's expected and observed order, in words."""
         what = f"{need.kind} of {need.elems} elements of {dtype}"
         # Verify again, because the call may not always add in the same order.
         element = self.first_wrong(arrangement, need, dtype)

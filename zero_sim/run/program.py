@@ -70,19 +70,14 @@ class Segment:
 
 @dataclass(slots=True)
 class Outcome:
-    """Results of the ranks besides the judge's findings."""
+    """Ranks' results besides the judge's findings."""
 
     accuracy: float | None = None
     notes: list[str] = field(default_factory=list)
 
 
 def segments_of(scenario: Scenario, *, folder: Path) -> Iterator[Segment]:
-    """Yield the segments of a case in order.
-
-    Args:
-        scenario: A valid case.
-        folder: Folder for checkpoints.
-    """
+    """Yield a case's segments in order; `folder` is for checkpoints."""
     reload, steps = scenario.reload, scenario.run.steps
     if reload is None:
         yield Segment(scenario=scenario, start=0, stop=steps)
@@ -125,7 +120,7 @@ class GroupContext:
 
 
 ShareFacts = Callable[[int, Facts], None]
-"""Passes the facts of a world rank's engine to the judges, before the first step."""
+"""Passes facts about a world rank's engine to the judges, before the first step."""
 
 
 _UNTIMED = RankTime()
@@ -150,7 +145,7 @@ def build_program(
         outcome: Filled in by rank 0.
         rank_time: Keeps the harness's time out of the world's clock; by default, does nothing.
         share_facts: Passes a rank's facts to the judges; None if ranks share their judges.
-        clock: Clock of the world's log; None without a log.
+        clock: Clock in the world's log; None without a log.
     """
 
     def program(world_rank: int) -> None:
@@ -191,7 +186,7 @@ def build_program(
         )
         context.judge.begin(rank, notes)
         if dist.get_world_size() > group.size():
-            # Judges of all dp-cp groups step together, so all engines must exist before.
+            # All dp-cp groups' judges step together, so all engines must exist before.
             with rank_time.caused_by_harness():
                 dist.barrier()
         _train(replace(training, observers=observers), segment, outcome=outcome)
@@ -215,7 +210,6 @@ def _facts_of(training: _Training, segment: Segment, *, target: Target) -> Facts
 def _own_group(
     contexts: Sequence[GroupContext], *, world_rank: int, rank_time: RankTime
 ) -> tuple[dist.ProcessGroup, GroupContext]:
-    """Return a rank's process group and its context."""
     group, mine = dist.group.WORLD, 0
     if len(contexts) > 1:
         # torch.distributed requires that every rank makes every group, in the same order.
@@ -231,8 +225,6 @@ def _own_group(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Training:
-    """A rank that trains, with its observers."""
-
     context: GroupContext
     rank: int
     """Group rank in the dp-cp group."""
@@ -261,7 +253,6 @@ def _build(
     group: dist.ProcessGroup,
     rank_time: RankTime,
 ) -> tuple[BareModule, EngineAdapter, Costs]:
-    """Build a rank's engine."""
     scenario = context.dp_cp_group.scenario
     with rank_time.harness():
         # All ranks draw the same weights, except for experts and tensor-parallel parts.
@@ -312,7 +303,6 @@ def _lose(training: _Training, step: int, micro_batches: int) -> None:
 
 
 def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
-    """Take the segment's steps."""
     scenario, engine = training.context.dp_cp_group.scenario, training.engine
     observers, stop = training.observers, segment.stop
     # The judge must not wait for gathers that overlap with the next forward, so it reads params
@@ -326,7 +316,7 @@ def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
     evaluate = scenario.run.evaluate
     for step in range(segment.start, stop):
         evaluated = _evaluate(training, step) if evaluate == "between-steps" else None
-        # Before `zero_grad`, so that the checkpoint has all previous steps and nothing of this one.
+        # Before `zero_grad`, so that the checkpoint has the previous steps and nothing else.
         if step == segment.save_step:
             saving = _begin_save(training, segment)
         _freeze(training, step)
@@ -380,7 +370,7 @@ def _train(training: _Training, segment: Segment, *, outcome: Outcome) -> None:
 
 
 def _take_micro_batches(training: _Training, step: int, *, late: bool) -> list[Tensor]:
-    """Train all micro-batches of a step; return the losses of micro-batches with data."""
+    """Train a step's micro-batches; return the losses for those with data."""
     observers, losses = training.observers, list[Tensor]()
     for micro in range(training.context.dp_cp_group.scenario.run.micro_batches):
         for watch in observers.before_micro_batch:
@@ -418,7 +408,7 @@ def _check_can_reload(engine: EngineAdapter, segment: Segment, *, target: Target
 
 
 def lr_factor(scenario: Scenario, step: int) -> float:
-    """Return the factor of a step's learning rates: a linear warm-up, then 1."""
+    """Return the factor for a step's learning rates: a linear warm-up, then 1."""
     # As in the reference, the factor of step 0 is 1 / warmup_steps.
     warmup_steps = scenario.optimizer.warmup_steps
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
@@ -434,11 +424,7 @@ def _freeze(training: _Training, step: int) -> None:
 
 
 def _find_param(training: _Training, name: str) -> Tensor:
-    """Return the param in the engine's module for a name in the bare model.
-
-    Raises:
-        ProtocolError: No param, or several, may be meant by the name.
-    """
+    """Return the param in the engine's module for a name in the bare model."""
     held = dict(training.engine.module.named_parameters())
     alike = names_like(held, name)
     # Wrappers add parts to names, so look for names that contain the bare name's parts in order.
@@ -473,10 +459,10 @@ def start_step(
     rank: int,
     rank_time: RankTime = _UNTIMED,
 ) -> None:
-    """Call the engine's `start_step` with the rows of a step, if it has this method."""
+    """Call the engine's `start_step` with a step's rows, if it has this method."""
     if not engine.has_start_step:
         return
-    # This draws every batch of the step, and training draws it again.
+    # This draws every batch in the step, and training draws it again.
     with rank_time.harness():
         rows = [
             workload.batch(step=step, rank=rank, micro=micro).rows

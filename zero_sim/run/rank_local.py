@@ -1,4 +1,4 @@
-"""Rank-local state of a target in the simulated world: globals, packages, fake GPUs."""
+"""A target's rank-local state in the simulated world: globals, packages, fake GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_sim.targets import Target
 from zero_sim.targets.rank_local import RankLocal, prepare, rank_local_of
 
 _CALLER, _RANK = -1, 0
-"""Owners of the state in a process with a single rank."""
+"""State owners in a process with a single rank."""
 
 
 class Own(RankLocalOfWorld, Protocol):
@@ -46,7 +46,7 @@ class OwnState:
         return self._names.skipped
 
     def begin(self, caller: int) -> None:
-        """Drop the state of all ranks, and take out the present state as `caller`'s."""
+        """Drop all ranks' state, and take out the present state as `caller`'s."""
         self._names.begin(caller)
         if self._modules is not None:
             self._modules.begin(caller)
@@ -122,7 +122,7 @@ def as_in_new_process(
 
     Raises:
         EnvironmentProblem: The system's package is not installed.
-        ProtocolError: The target's declaration is not a `RankLocal`.
+        ProtocolError: As for `rank_local_state`.
     """
     state = rank_local_state(target, ranks_max=ranks_max)
     if state is None:

@@ -40,7 +40,7 @@ from zero_sim.targets.recorded import Record, Replayed
 TELLER = 0
 """Rank whose process computes steps for all."""
 _BEGIN_SECONDS = 1.0
-"""Longest wait for the beginning of a step; less than other ranks wait for a lost rank."""
+"""Longest wait for a step's beginning; less than other ranks wait for a lost rank."""
 _LOOK_SECONDS = 0.001
 """Time between two polls; short, because all ranks begin a step at about the same time."""
 
@@ -51,7 +51,7 @@ class WiredSteps:
     No process depends on them: a process that receives nothing in time computes the steps itself.
 
     Args:
-        channel: Side channel of this process.
+        channel: This process's side channel.
         stall_seconds: Longest time that the harness may take for a step, in seconds.
     """
 
@@ -63,7 +63,7 @@ class WiredSteps:
         """False if the other processes compute their own steps."""
 
     def find(self, step: int, *, placed: Hashable = None) -> Sequence[StepDigests] | None:
-        """Return the digests of a step; None if none were received."""
+        """Return a step's digests; None if none were received."""
         if not self.are_digests:
             return None
         # Poll, because a store's wait prints to stderr at its timeout.
@@ -114,11 +114,7 @@ class WiredSteps:
         self._channel.tell(steps, about=f"owed {step}")
 
     def close(self, steps: int) -> None:
-        """Withdraw all messages, so that no process waits for further steps.
-
-        Args:
-            steps: Number of steps in the case.
-        """
+        """Withdraw all messages in a case, so that no process waits for further steps."""
         for step in range(steps):
             # After the first withdrawn step, the others compute all later steps themselves.
             if self._channel.withdraw([f"owing {step}", f"owed {step}"]):
@@ -178,7 +174,7 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
             trial.run(segments, ranks, find=find)
     except OrderDrift as drift:
         trial.drifts = drift.drifts
-    # Report an error of the harness like a finding, because the other processes wait for a report.
+    # Report a harness error like a finding, because the other processes wait for a report.
     except Exception as error:  # noqa: BLE001
         trial.fail(JudgeFailed(error, traceback.format_exc()), rank=real_rank.rank)
     if trial.failure is not None:
@@ -198,7 +194,7 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _OwnRank:
-    """The rank of this process."""
+    """This process's rank."""
 
     real_rank: RealRank
     processes: int
@@ -227,7 +223,7 @@ class _OwnRank:
 
         def share_facts(rank: int, facts: Facts | None) -> None:
             said = None if facts is None else facts.as_dict()
-            # Every process needs the facts of all ranks before the first step.
+            # Every process needs facts about all ranks before the first step.
             all_facts = self._exchange(said, about=f"facts {index}")
             with rank_time.harness():
                 for each in contexts:
@@ -277,7 +273,7 @@ class _OwnRank:
                     raise
         except (RankGone, OrderDrift):
             raise
-        # Every error of the system is a finding, even SystemExit.
+        # Every error in the system is a finding, even SystemExit.
         except (Exception, SystemExit) as error:
             raise RankFailed(real_rank.rank, error, traceback.format_exc()) from error
 

@@ -1,4 +1,4 @@
-"""Judges of cases on real ranks: own workers, or the processes of a launched job."""
+"""Judges for cases on real ranks: own workers, or a launched job's processes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Processes(Protocol):
 
     @property
     def notes(self) -> Sequence[str]:
-        """Fixed settings of the backend, in words."""
+        """The backend's fixed settings, in words."""
         ...
 
     def run(
@@ -69,11 +69,11 @@ class Processes(Protocol):
 
 
 class RealJudge:
-    """Judge of one case at a time on real ranks. Close it after use.
+    """Judge for one case at a time on real ranks. Close it after use.
 
     Args:
-        setup: Setup of the backend.
-        processes: Processes of the ranks.
+        setup: The backend's setup.
+        processes: The ranks' processes.
         target: `module:name` of the system under test; empty for each case's own.
         explainer: As for `JudgedGroup`.
     """
@@ -201,12 +201,7 @@ class _Backend:
 
 
 def on_workers(setup: Setup, *, target: str = "", explainer: str) -> RealJudge:
-    """Return a judge with its own worker processes, kept from case to case.
-
-    Args:
-        setup: Setup of the backend.
-        target: As for `RealJudge`.
-        explainer: As for `RealJudge`.
+    """Return a judge with own worker processes, kept from case to case; see `RealJudge`.
 
     Raises:
         EnvironmentProblem: This machine has no such backend.
@@ -216,14 +211,9 @@ def on_workers(setup: Setup, *, target: str = "", explainer: str) -> RealJudge:
 
 
 def as_launched(setup: Setup, *, target: str = "", explainer: str) -> RealJudge:
-    """Return the judge of this process in a job that torchrun or another launcher started.
+    """Return this process's judge in a job of torchrun or another launcher; see `RealJudge`.
 
     All processes in the job run the same cases and get the same results.
-
-    Args:
-        setup: Setup of the backend.
-        target: As for `RealJudge`.
-        explainer: As for `RealJudge`.
 
     Raises:
         EnvironmentProblem: The machines cannot run the job together.
@@ -235,8 +225,6 @@ def as_launched(setup: Setup, *, target: str = "", explainer: str) -> RealJudge:
 
 
 class _Workers:
-    """Own worker processes."""
-
     def __init__(self, backend: str) -> None:
         self.notes: Sequence[str] = ()
         self._settings_by_count: dict[int, Sequence[str]] = {}
@@ -265,7 +253,7 @@ class _Workers:
 
 
 class _Launched:
-    """Processes of the launched job, including this process."""
+    """The launched job's processes, including this process."""
 
     def __init__(self, backend: str) -> None:
         self._job = launched.LaunchedJob(backend, preload=PRELOAD)
@@ -310,7 +298,6 @@ def _reports_of(endings: Sequence[Ending], *, stall_seconds: float) -> Iterator[
 
 
 def _hung(stacks: Mapping[int, str], *, stall_seconds: float) -> Finding:
-    """Return the finding for processes without progress."""
     return Finding(
         check=Check.WORLD_HUNG,
         message=f"{len(stacks)} rank{'s' if len(stacks) > 1 else ''} gave no sign of life for "

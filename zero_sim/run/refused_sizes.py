@@ -21,9 +21,6 @@ def refused_size(result: CaseResult) -> str:
 
     An error counts as a refusal if the system's code raised it, by an `assert` with a remainder or
     with a message about divisibility.
-
-    Args:
-        result: Result of the case.
     """
     first = result.findings[0] if result.findings else None
     if first is None or first.check != Check.WORLD_RANK_FAILED:
@@ -39,5 +36,5 @@ def refused_size(result: CaseResult) -> str:
     is_theirs = is_of_user(file) and "torch" not in Path(file).parts
     if not is_theirs or not (_REMAINDER.match(statement) or _DIVISIBLE.search(said)):
         return ""
-    # Prefer the statement, because the message may contain numbers of this case.
+    # Prefer the statement, because the message may contain this case's numbers.
     return f"{raised[1]} at {Path(file).name}:{line}: {statement or said}"

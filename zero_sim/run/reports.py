@@ -45,7 +45,7 @@ class Report:
     """A process's report about a case."""
 
     judged: Sequence[JudgeReport] = ()
-    """Reports of each group's judge in each segment that started, in order."""
+    """Reports from each group's judge in each segment that started, in order."""
     found: Sequence[Finding] = ()
     """Other findings, causes first: a failed world, excess calls, a lost process."""
     failure: Failure | None = None
@@ -53,14 +53,14 @@ class Report:
     """Differences from the order that the case relies on. If there are any, the case was not
     judged."""
     measured: Sequence[str] = ()
-    """Measured orders of communicators, in words."""
+    """Communicators' measured orders, in words."""
     accuracy: float | None = None
     other_version: str = ""
-    """Installed version of the system's library, in words; empty if it is the supported one."""
+    """Installed version of the system's library, in words; empty for the supported version."""
     said: Sequence[str] = ()
     """The system's notes about the run."""
     buffer_maps: Sequence[BufferMap | None] = ()
-    """Buffer map of the first finding in each entry of `judged`; only in a simulated world."""
+    """Buffer maps for first findings, by entry in `judged`; only in a simulated world."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything except evidence and buffer maps, ready for JSON."""
@@ -95,23 +95,23 @@ def _adapter() -> TypeAdapter[Report]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaseRun:
-    """Outcome of a case on a backend."""
+    """A case's outcome on a backend."""
 
     reports: Sequence[Report]
-    """Reports of all processes, in rank order."""
+    """Reports by process, in rank order."""
     notes: Sequence[str] = ()
     """The backend's notes."""
     logs: Sequence[EventLog] = ()
-    """Event log of each simulated world."""
+    """Event logs of simulated worlds."""
 
 
 def result_of(scenario: Scenario, ran: CaseRun, *, with_digest: bool = True) -> CaseResult:
-    """Return the result of a case, without its time.
+    """Return a case's result, without its time.
 
     Args:
         scenario: A valid case.
         ran: Outcome on the backend.
-        with_digest: True if the result contains the digest of the event logs.
+        with_digest: True to include the event logs' digest.
 
     Raises:
         EnvironmentProblem: A process lacked something that the case needs.
@@ -129,7 +129,7 @@ def result_of(scenario: Scenario, ran: CaseRun, *, with_digest: bool = True) -> 
     # From the first process with notes, because others would repeat them.
     said = [*next((report.said for report in ran.reports if report.said), ())]
     for failure in raised:
-        # Errors of the system become findings below.
+        # A system's errors become findings below.
         if failure.kind == "system":
             continue
         # Without findings, this failure is the cause: other ranks fail after a rank gives up.
@@ -178,7 +178,7 @@ def _judged_by_all(reports: Sequence[Report]) -> list[JudgeReport]:
 
 
 def _rank_failed(failure: Failure) -> Finding:
-    # Only the first line, because messages of findings are short.
+    # Only the first line, because findings have short messages.
     head, _, rest = failure.message.partition("\n")
     return Finding(
         check=Check.WORLD_RANK_FAILED,

@@ -1,4 +1,4 @@
-"""Judging of a case: a backend runs the scenario, and its reports give the verdict."""
+"""Judging: a backend runs the scenario, and its reports give the verdict."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def judge_case(
         scenario: A valid case.
         backend: Runs the case.
         keep_logs: True to return event logs even if the case passes.
-        with_digest: True to return the digest of the event logs.
+        with_digest: True to return the event logs' digest.
 
     Returns:
         The verdict with its findings. A system that raises or hangs is a finding, not an exception.
@@ -69,7 +69,7 @@ def judge_case(
 
 
 def _loss_step(result: CaseResult) -> int | None:
-    """Return the step of a case's first finding, if it is a loss."""
+    """Return the first finding's step, if the finding is a loss."""
     first = next(iter(result.findings), None)
     return None if first is None or first.check != Check.EQUALITY_LOSS else first.step
 
@@ -83,19 +83,10 @@ def _is_explained(before: CaseResult, again: CaseResult) -> bool:
 def judge_simulated(
     scenario: Scenario, backend: Simulated, *, keep_logs: bool = False, with_digest: bool = True
 ) -> CaseResult:
-    """Judge a case on simulated ranks; the result is as for `judge_case`.
+    """Judge a case on simulated ranks; arguments, result and errors as for `judge_case`.
 
     If the backend's target does not declare the point at which it reports gradients, judge it with
     the point that fits.
-
-    Args:
-        scenario: A valid case.
-        backend: Runs the case.
-        keep_logs: As for `judge_case`.
-        with_digest: As for `judge_case`.
-
-    Raises:
-        EnvironmentProblem: This machine lacks something that the case needs.
     """
     target = backend.target
     if target is None:  # Registered targets declare their point.

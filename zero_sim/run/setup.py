@@ -1,4 +1,4 @@
-"""Setups of real backends: their cases and orders of addition."""
+"""Setups for real backends: their cases and orders of addition."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ assert set(OWN_ORDERS) == set(get_args(RealBackend))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """Backend of all cases, and its settings."""
+    """Backend for all cases, and its settings."""
 
     backend: RealBackend
     native: bool = False
@@ -53,7 +53,7 @@ class Setup:
 
     def why_left_out(self, scenario: Scenario) -> str:
         """Return the reason why a case cannot be judged here; empty if it can."""
-        # Only the simulated world counts the calls of a planned fault.
+        # Only the simulated world counts calls for a planned fault.
         if scenario.faults:
             return "only the simulated world has planned faults"
         if processes_of(scenario) > self.ranks_max:
@@ -64,14 +64,13 @@ class Setup:
             return f"the bits depend on an order that is not {self.backend}'s own"
         if self.native and scenario.world.order_known and self._rounds_before_the_sum(scenario):
             return "ranks divide before the sum by no power of two, so bits depend on the order"
-        # If ranks fold data themselves, they need no reduce operation of the backend.
+        # If ranks fold data themselves, they need no reduce operation from the backend.
         missing = self._missing_ops(scenario) if self.order_of(scenario) is None else ()
         if missing:
             return f"{self.backend} by itself has no {', '.join(missing)}"
         return ""
 
     def _missing_ops(self, scenario: Scenario) -> tuple[str, ...]:
-        """Return the reduce operations that the system uses, but the backend lacks."""
         target = _registered(scenario)
         if target is None:
             return ()
@@ -115,7 +114,7 @@ class Setup:
         return scenario.world.order == OWN_ORDERS[self.backend]
 
     def relies_on_own(self, scenario: Scenario) -> bool:
-        """Return True if the bits of a case depend on the backend's own order."""
+        """Return True if a case's bits depend on the backend's own order."""
         # Two addends have only one order, and bounds hold for every order.
         return (
             processes_of(scenario) > 2
@@ -141,7 +140,7 @@ class Setup:
 
 
 def own_setup(backend: RealBackend, *, native: bool = False) -> Setup:
-    """Return the setup of own workers on this machine.
+    """Return the setup for own workers on this machine.
 
     Raises:
         EnvironmentProblem: This machine has no such backend.
@@ -153,7 +152,6 @@ def own_setup(backend: RealBackend, *, native: bool = False) -> Setup:
 
 
 def _registered(scenario: Scenario) -> Target | None:
-    """Return the case's target if it is registered."""
     name = scenario.system.target
     is_known = name in (*target_names(), *library_target_names())
     return find_target(name) if is_known else None
@@ -162,14 +160,7 @@ def _registered(scenario: Scenario) -> Target | None:
 def judge_drifted(
     drift: OrderDrift, scenario: Scenario, setup: Setup, *, judge: Callable[[Scenario], CaseResult]
 ) -> CaseResult:
-    """Judge a case by bounds if the backend does not add as modelled.
-
-    Args:
-        drift: Measured differences.
-        scenario: The case that relies on the order.
-        setup: Setup of the backend.
-        judge: Runs a case and judges it.
-    """
+    """Judge a case by bounds, because the backend does not add as modelled."""
     why = why_order_matters(scenario)
     if why:
         # Bounds cannot judge this case, so report the drift alone.
@@ -185,7 +176,7 @@ def judge_drifted(
 
 
 def _drifted(scenario: Scenario, setup: Setup, drift: str, *, why: str) -> CaseResult:
-    """Return the result of a case that neither the modelled order nor bounds can judge."""
+    """Return the result if neither the modelled order nor bounds can judge a case."""
     finding = Finding(
         check=Check.BACKEND_ORDER_DRIFT,
         message=f"{setup.backend} does not add in the modelled order {scenario.world.order!r}, so "

@@ -1,4 +1,4 @@
-"""Twin of a case whose division of gradients was not observed: the same with a step of SGD.
+"""Twin: the same case with a step of SGD, if the division of gradients was not observed.
 
 Adam and most other optimizers divide a gradient by its size, so params do not show if the gradient
 was averaged. A step of SGD with learning rate 1 shows it.
@@ -21,7 +21,7 @@ TWIN_EVERY = 5
 """Fuzzing and conformance judge a twin once in this many cases. Targets with SGD run such cases
 anyway."""
 _LR = 1.0
-"""Large, so that a param in any dtype shows the size of its gradient."""
+"""Large, so that a param in any dtype shows its gradient's size."""
 _NAME_CHARS_MAX = 900
 _WITH_SGD = re.compile(r" (with SGD in place of \w+)$")
 
@@ -31,10 +31,10 @@ Judge = Callable[[Scenario], CaseResult]
 def with_twin(
     result: CaseResult, scenario: Scenario, *, judge: Judge, find: Callable[[], Target]
 ) -> CaseResult:
-    """Judge the twin of a case if the case did not show the division of gradients.
+    """Judge a case's twin if the case did not show how gradients are divided.
 
     Args:
-        result: Result of the case.
+        result: The case's result.
         scenario: The case from the command line.
         judge: Judges a case without its twin.
         find: Returns the system under test; called if a twin is needed.
@@ -47,7 +47,7 @@ def with_twin(
         ZeroSimError: `judge` raised it.
     """
     is_hidden = result.verdict == "pass" and DIVISION in result.unobserved
-    # Planned faults and expected findings belong to the calls and steps of the case itself.
+    # Planned faults and expected findings belong to the case's own calls and steps.
     if not is_hidden or scenario.faults or scenario.expect.finding:
         return result
     twin = twin_of(scenario)
@@ -72,17 +72,14 @@ def with_twin(
 def twin_of(scenario: Scenario) -> Scenario:
     """Return the case with a plain step of SGD.
 
-    The twin has no clipping, momentum or small learning rate, which hide the size of a gradient.
-
-    Args:
-        scenario: A valid case.
+    It has no clipping, momentum or small learning rate, which hide a gradient's size.
     """
     # Leave room for the suffix, because names are limited to 1,000 characters.
     name = scenario.name[:_NAME_CHARS_MAX]
     expect = ExpectSpec(
         nonzero_min=scenario.expect.nonzero_min, one_device=scenario.expect.one_device
     )
-    # Settings of the old optimizer have no effect now, and would be refused.
+    # The old optimizer's settings have no effect now, and would be refused.
     return without_unused(
         replace(
             scenario,
@@ -99,12 +96,7 @@ def twin_of(scenario: Scenario) -> Scenario:
 
 
 def marked(result: CaseResult, scenario: Scenario) -> CaseResult:
-    """Return the result; for a twin, with a first finding that names the variant.
-
-    Args:
-        result: Result of the case, or of a smaller case.
-        scenario: A case, twin or not.
-    """
+    """Return the result; if the case is a twin, its first finding names the variant."""
     if not result.findings or not _WITH_SGD.search(scenario.name):
         return result
     first, *others = result.findings

@@ -57,7 +57,7 @@ class Simulated:
     target: Target | None = None
     """The system under test; None for the scenario's registered target."""
     turns: Sequence[Sequence[int]] = ()
-    """Turns of an earlier run to repeat, one sequence per world."""
+    """Turns to repeat from an earlier run, one sequence per world."""
     device: str = "cpu"
     own: RankLocalState | None = None
     """Preparations for ranks, instead of those for the target's declared state."""
@@ -103,7 +103,7 @@ class Simulated:
 
 @dataclass(slots=True)
 class _AllRanks:
-    """All ranks of a case, in one simulated world after the other."""
+    """A case's ranks, in one simulated world after the other."""
 
     backend: Simulated
     logs: list[EventLog] = field(default_factory=list)
@@ -245,7 +245,7 @@ def _world_finding(failed: WorldFailure, faults: Sequence[FaultRecord]) -> Findi
     check, rank = Check.WORLD_FAILED, None
     match failed:
         case Deadlock():
-            # The plan stalls a rank, so a deadlock of the others is expected.
+            # The plan stalls a rank, so the others are expected to deadlock.
             planned = any(record.kind == "stall" and record.fired for record in faults)
             check = Check.WORLD_STALLED_BY_PLAN if planned else Check.WORLD_DEADLOCK
         case ContractViolation():

@@ -34,7 +34,7 @@ def changed(case: Scenario, name: str = "", **fields: Any) -> Scenario:
 
     Args:
         case: Any case.
-        name: Name of the new case; empty to keep it.
+        name: The new case's name; empty to keep the old.
         fields: New fields by table name; a mapping of the table's fields, or a whole table.
     """
     new = {
@@ -45,13 +45,7 @@ def changed(case: Scenario, name: str = "", **fields: Any) -> Scenario:
 
 
 def with_model(base: Scenario, name: AnyModelName, *, divisor: int = 1) -> Scenario:
-    """Return the case with another, small model.
-
-    Args:
-        base: Any case.
-        name: Name of the model.
-        divisor: Number that all free sizes must be multiples of.
-    """
+    """Return the case with another, small model, with sizes that are multiples of `divisor`."""
     bare = ((rounded(3, divisor),), (rounded(2, divisor), 2))
     shapes = bare if name in ("params", "bit-hash") else None
     # The default width fits every model.

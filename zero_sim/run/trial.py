@@ -1,7 +1,7 @@
 """Run of a case in one process, segment by segment, until there is a finding.
 
 A simulated world has all ranks in one process, whereas each real rank has its own process. `Ranks`
-covers the differences. Programs, judges and the charging of errors are the same.
+covers the differences. Programs, judges and the blame for errors are the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Ranks(Protocol):
 
         Args:
             segment: The steps.
-            index: Index of the segment in the case.
+            index: The segment's index in the case.
             trial: Builds the ranks' contexts, and receives findings that judges do not have.
             target: The system under test.
 
@@ -49,10 +49,10 @@ class Ranks(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class Trial:
-    """State of a running case in one process."""
+    """A running case's state in one process."""
 
     device: str = "cpu"
-    """Device of ranks and references."""
+    """Device for ranks and references."""
     added_in: str | None = None
     """Order in which the backend adds; None for the case's order."""
     judges: list[Judge] = field(default_factory=list)
@@ -62,13 +62,10 @@ class Trial:
     found: list[Finding] = field(default_factory=list)
     """Findings that judges do not have."""
     failure: Failure | None = None
+    # The next three are as in `Report`.
     drifts: Sequence[str] = ()
-    """Differences from the order that the case relies on. If there are any, the case was not
-    judged."""
     measured: Sequence[str] = ()
-    """Measured orders of communicators, in words."""
     other_version: str = ""
-    """Installed version of the system's library, in words; empty if it is the supported one."""
     raised_at: float | None = None
     """Time at which a rank raised; None for the time at which its failure is recorded."""
 
@@ -80,11 +77,11 @@ class Trial:
         find: Callable[[], Target],
         rank_threads: int = 1,
     ) -> None:
-        """Run the segments of a case until there is a finding.
+        """Run a case's segments until there is a finding.
 
         Args:
             segments: All segments, in order.
-            ranks: Ranks of this process.
+            ranks: This process's ranks.
             find: Returns the system under test.
             rank_threads: Most rank threads in this process.
         """
@@ -133,7 +130,7 @@ class Trial:
             traceback_text: Its traceback.
         """
         kind = kind or _kind_of(error)
-        # Our own errors are worded for users. A system's error also needs the name of its class.
+        # Our own errors are worded for users. A system's error also needs its class name.
         name = f"{type(error).__name__}: " if kind == "system" else ""
         self.failure = Failure(
             kind=kind,
@@ -148,7 +145,7 @@ class Trial:
     def build_contexts(
         self, segment: Segment, *, target: Target, view: View
     ) -> Sequence[GroupContext]:
-        """Build the contexts of all dp-cp groups; arguments as for `contexts.build_contexts`."""
+        """Build all dp-cp groups' contexts; arguments as for `contexts.build_contexts`."""
         contexts = build_contexts(
             segment,
             references=self.references,
@@ -183,11 +180,7 @@ class Trial:
         return bool(self.found) or any(judge.findings() for judge in self.judges)
 
     def report(self, *, with_buffer_maps: bool = False) -> Report:
-        """Return the report of this process.
-
-        Args:
-            with_buffer_maps: True to include buffer maps, which need all ranks in this process.
-        """
+        """Return this process's report. Buffer maps need all ranks in this process."""
         return Report(
             judged=[judge.judge_report() for judge in self.judges],
             found=self.found,
@@ -219,12 +212,7 @@ class Trial:
         self.fail(error, kind=kind, rank=failed.rank, traceback_text=failed.traceback_text)
 
     def _ask_references(self, segment: Segment) -> None:
-        """Compute the step in which a rank failed, by the references.
-
-        Raises:
-            UntrainableError: The step cannot be computed.
-            JudgeFailed: A reference raised another error.
-        """
+        """Let references compute the failed step; they raise if they cannot."""
         with RankTime().harness():
             for judge in self.judges:
                 # Only judges of the failed segment.
@@ -233,7 +221,6 @@ class Trial:
 
 
 def _kind_of(error: BaseException) -> FailureKind:
-    """Return the party that an error of this type is charged to."""
     match error:
         case EnvironmentProblem():
             return "machine"

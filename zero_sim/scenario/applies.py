@@ -82,11 +82,11 @@ class Applies:
     nothing without its needs, repairs remove it, and a case may set it just for use after the
     checkpoint."""
     values: Values | None = None
-    """Values of the setting that have these needs. If None, all but the default."""
+    """Values with these needs. If None, all but the default."""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Paths of all fields that the row depends on."""
+        """Paths of all fields that the row reads."""
         return (self.path, *self.needs, *(("reload",) if self.after == "unused" else ()))
 
     @property
@@ -118,7 +118,7 @@ class Applies:
             )
 
     def unmet(self, scenario: Scenario) -> list[str]:
-        """Return the paths of unmet needs."""
+        """Return the unmet needs, by path."""
         return [
             # `in` works for all three kinds of `Values`: tuple, range and `Except`.
             path
@@ -153,7 +153,7 @@ def _only(path: str) -> str:
 
 
 def _uses(scenario: Scenario, table: str) -> str:
-    """Return the end of a message: the fields that the case's model or optimizer uses."""
+    """Return a message's end: the fields that the case's model or optimizer uses."""
     record = getattr(scenario, table)
     names = (field.name for field in dataclasses.fields(record) if field.name != "name")
     used = (n for n in names if record.name in USED_BY.get(f"{table}.{n}", (record.name,)))
@@ -328,7 +328,7 @@ APPLIES = (
     Applies(
         "system.sum_by",
         {"world.order": ("linear",)},
-        # This rank receives all gradients and adds them itself, outside of any collective.
+        # This rank receives all gradients and adds them itself, so no collective orders them.
         "the first rank always adds in rank order",
         values=("first-rank",),
     ),

@@ -17,24 +17,18 @@ _NAMES_SHOWN = 12
 
 
 def bare_names(model: ModelSpec) -> tuple[str, ...]:
-    """Return the names of bare params in registration order: `p0`, `p1`, ..."""
+    """Return bare param names in registration order: `p0`, `p1`, ..."""
     return tuple(f"p{index}" for index in range(len(model.shapes or ())))
 
 
 def skipped_at(model: ModelSpec, *, step: int) -> frozenset[str]:
-    """Return the names of bare params that `model.skip` leaves out of a step's losses."""
+    """Return the bare params that no loss reads in a step, because of `model.skip`."""
     return frozenset(each.param for each in model.skip if each.start <= step < each.stop)
 
 
 def unread_by(model: ModelSpec, *, rank: int, micro: int) -> frozenset[str]:
-    """Return the names of the params that a micro-batch's loss does not read.
-
-    Args:
-        model: Bare params.
-        rank: Group rank in the dp-cp group.
-        micro: Micro-batch of the rank in the step, counted from 0.
-    """
-    # Losses on all other ranks and micro-batches do not read the param of a `one_rank` entry.
+    """Return the param names that the loss of a group rank's micro-batch does not read."""
+    # All other ranks and micro-batches do not read the param in a `one_rank` entry.
     others = (
         each.param
         for each in model.one_rank
@@ -44,23 +38,14 @@ def unread_by(model: ModelSpec, *, rank: int, micro: int) -> frozenset[str]:
 
 
 def others_run(scenario: Scenario, one: OneRankSpec) -> bool:
-    """Return True if some loss does not read the param of a `model.one_rank` entry.
-
-    Args:
-        scenario: A case, possibly invalid.
-        one: The entry.
-    """
+    """Return True if some loss does not read the param in a `model.one_rank` entry."""
     # Other micro-batches on the same rank do not read the param.
     is_one_of_many = one.micro_batch is not None and scenario.run.micro_batches > 1
     return is_one_of_many or max(_group_sizes(scenario)) > 1
 
 
 def fitted_one_rank(scenario: Scenario) -> Scenario:
-    """Return the case with ranks and micro-batches in `model.one_rank` clamped to valid indices.
-
-    Args:
-        scenario: A case, possibly invalid.
-    """
+    """Clamp ranks and micro-batches in `model.one_rank` to valid indices."""
     # By the smaller world, because the entry holds before and after a checkpoint.
     last_rank, last_micro = min(_group_sizes(scenario)) - 1, scenario.run.micro_batches - 1
     fitted = tuple(
@@ -77,11 +62,7 @@ def fitted_one_rank(scenario: Scenario) -> Scenario:
 
 
 def with_others(scenario: Scenario) -> Scenario:
-    """Return the case without `model.one_rank` entries that cover every loss.
-
-    Args:
-        scenario: A case, possibly invalid.
-    """
+    """Return the case without `model.one_rank` entries that cover every loss."""
     # With a single micro-batch, `micro_batch` changes nothing.
     several = scenario.run.micro_batches > 1
     kept = tuple(
@@ -93,7 +74,7 @@ def with_others(scenario: Scenario) -> Scenario:
 
 
 def _group_sizes(scenario: Scenario) -> tuple[int, ...]:
-    """Return the size of a dp-cp group, before and after a checkpoint."""
+    """Return dp-cp group sizes, before and after a checkpoint."""
     topology, after = scenario.topology, scenario.reload
     # Avoid a division by zero, because the case may be invalid. The range check reports it.
     parts = max(1, topology.tp) * max(1, topology.pp)
@@ -130,7 +111,7 @@ def check_readers(scenario: Scenario) -> Iterator[Problem]:
                     f"{describe_value(name)}, which is also in model.{field}.",
                     suggestion="Remove it from either field.",
                 )
-    # Autograd raises if no input of a loss requires a gradient.
+    # Autograd raises if no input to a loss requires a gradient.
     if set(names) <= {*model.unused, *fields["skip"], *fields["one_rank"]}:
         yield Problem(
             path="model.unused" if model.unused else "model.one_rank",
@@ -160,7 +141,7 @@ def _one_name(
 
 
 def check_one_rank(scenario: Scenario) -> Iterator[Problem]:
-    """Check that some loss reads the param of each `model.one_rank` entry, and another does not."""
+    """Check that in each `model.one_rank` entry, some loss reads the param and another does not."""
     run, sizes = scenario.run, _group_sizes(scenario)
     # Range checks report a count below 1, with which every index would be wrong.
     if min(*sizes, run.micro_batches) < 1:

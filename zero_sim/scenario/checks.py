@@ -1,4 +1,4 @@
-"""Ids of checks: reports print them, scenarios expect them, `zero-sim explain` explains them."""
+"""Check ids: reports print them, scenarios expect them, `zero-sim explain` explains them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Check(StrEnum):
-    """Ids of all checks; the part before the dot is the area."""
+    """All check ids; the part before the dot is the area."""
 
     # Values that differ from the reference.
     EQUALITY_LOAD = "equality.load"
@@ -67,5 +67,5 @@ class Check(StrEnum):
 
     @property
     def area(self) -> str:
-        """The area of the check, such as `equality`, which a scenario may expect."""
+        """The check's area, such as `equality`, which a scenario may also expect."""
         return self.partition(".")[0]

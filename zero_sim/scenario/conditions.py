@@ -1,4 +1,4 @@
-"""Conditions on values of several fields.
+"""Conditions on several fields.
 
 A row contains the fields that it reads, and the problem to report if it is broken. Settings that
 need other settings are in `zero_sim.scenario.applies`.
@@ -37,7 +37,7 @@ class Condition:
     """A combination of values that is refused."""
 
     reads: tuple[str, ...]
-    """Paths of all fields that the condition depends on. The first is blamed for the problem."""
+    """Paths of all fields that the condition reads. The problem is reported at the first."""
     broken: Callable[[Scenario], bool]
     message: str
     """Expected values. `{got}` is replaced by the first field's value."""
@@ -62,14 +62,12 @@ def _power_of_two(value: float) -> bool:
 
 
 def _parts(scenario: Scenario) -> int:
-    """Return the number of dp-cp groups. Each trains its own params."""
-    # Not cp, because CP ranks train the same params as DP ranks. At least 1, because an invalid
-    # case must not raise.
+    # Number of dp-cp groups. Not cp, because CP ranks train the same params as DP ranks. At least
+    # 1, because an invalid case must not raise.
     return max(scenario.topology.tp, 1) * max(scenario.topology.pp, 1)
 
 
 def _dp_cp_size(scenario: Scenario) -> int:
-    """Return the number of ranks in a dp-cp group."""
     return scenario.world.size // _parts(scenario)
 
 
@@ -107,7 +105,7 @@ def _nan_has_data(scenario: Scenario) -> bool:
     if nan is None or not scenario.run.own_micro_batches:
         return True
     size = world_size_at(scenario, step=nan.step)
-    # Indices out of range are reported by other rules.
+    # Other rules report indices out of range.
     if not (0 <= nan.rank < size and _splits(topology, size)):
         return True
     place = place_in_group(nan.rank, topology=topology, world_size=size)
@@ -124,7 +122,7 @@ def _splits(topology: TopologySpec, world_size: int) -> bool:
 def _averages_once(scenario: Scenario) -> bool:
     """Return True if the reduced gradient is the mean over ranks."""
     data, system = scenario.data, scenario.system
-    # If each loss is divided by the number of ranks, the sum of gradients is a mean already.
+    # If each loss is divided by the number of ranks, summed gradients are a mean already.
     means = data.loss == "mean" and system.divide != "none" and system.divide_by == "ranks"
     return means or (data.loss == "mean-of-ranks" and system.divide == "none")
 
@@ -152,7 +150,7 @@ CONDITIONS = (
     Condition(
         reads=("model.name", "model.dtype", "world.size", "run.micro_batches"),
         broken=lambda s: (
-            # Gradients are integer multiples of a unit. Sums beyond the significand are rounded.
+            # Gradients are integers times a unit. Sums beyond the significand are rounded.
             s.model.name == "bit-hash"
             and s.world.size * s.run.micro_batches > _UNITS.get(s.model.dtype, 2**24)
         ),
@@ -281,7 +279,7 @@ CONDITIONS = (
     Condition(
         reads=("model.recompute", "run.own_micro_batches", "system.stage"),
         broken=lambda s: (
-            # A joining rank repeats the gathers of a plain forward and backward, but recomputed
+            # A joining rank repeats the gathers for a plain forward and backward, but recomputed
             # blocks gather once more.
             s.model.recompute != "none" and s.system.stage == 3 and bool(s.run.own_micro_batches)
         ),

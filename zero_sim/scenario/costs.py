@@ -1,4 +1,4 @@
-"""Estimates of a case's memory and time, so that a slip takes neither all memory nor hours.
+"""Estimated memory and time for a case, so that a slip takes neither all memory nor hours.
 
 They count elements on all ranks, and passes through the params. A case within these limits runs in
 minutes on a laptop. Split a larger case into several.
@@ -86,7 +86,7 @@ def _bucket_sizes(scenario: Scenario) -> Iterator[int | None]:
 
 
 def _padding(scenario: Scenario, *, bucket_elems: int | None) -> int:
-    """Return an upper bound of the elements that alignment adds on one rank."""
+    """Return the most elements that alignment may add on one rank."""
     elems, params = _model_size(scenario.model)
     # Both alignments hold at once. A byte counts as an element, which can only overestimate.
     multiple = math.lcm(scenario.system.align_elems, scenario.system.align_bytes)

@@ -1,6 +1,6 @@
-"""Decoding of a parsed TOML table into a `Scenario`, with all its problems at once.
+"""Decoder from a parsed TOML table to a `Scenario`, with all its problems at once.
 
-Only this module of the package imports pydantic. Pydantic finds invalid fields; messages and
+Only this module in the package imports pydantic. Pydantic finds invalid fields; messages and
 suggestions are our own.
 """
 
@@ -59,7 +59,7 @@ def decode(raw: dict[str, object]) -> tuple[Scenario | None, list[Problem]]:
     """Decode a case from a parsed table.
 
     Args:
-        raw: Result of `tomllib`, without the matrix.
+        raw: Table from `tomllib`, without the matrix.
 
     Returns:
         The scenario and no problems, or None and at least one problem.
@@ -92,7 +92,7 @@ def _validate(raw: dict[str, object]) -> tuple[Scenario | None, dict[Loc, str]]:
             # Pydantic reports the missing item in a short tuple; report the tuple instead.
             if kind == "missing" and isinstance(loc[-1], int):
                 loc, kind = loc[:-1], "too_short"
-            # All members of a union report errors at the same place; the first is enough.
+            # All members in a union report errors at the same place; the first is enough.
             faults.setdefault(loc, kind)
         return None, faults
 
@@ -129,7 +129,7 @@ def _unfit_values(value: object, loc: Loc) -> Iterator[tuple[Loc, str]]:
 
 
 def _halves(value: object, loc: Loc) -> Iterator[tuple[Loc, str]]:
-    """Yield locations of strings with lone surrogates: valid in JSON, but not in a file."""
+    """Yield strings with lone surrogates, which are valid in JSON, but not in a file."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _halves(item, (*loc, key))

@@ -1,4 +1,4 @@
-"""Values derived from a case's settings: overlap, micro-batches of a rank, group ranks."""
+"""Values derived from a case's settings: overlap, a rank's micro-batches, group ranks."""
 
 from __future__ import annotations
 
@@ -30,25 +30,14 @@ def _has_buckets(system: SystemSpec) -> bool:
 
 
 def own_micro_batches(run: RunSpec, *, step: int, rank: int) -> int:
-    """Return the number of micro-batches with data on a rank, which joins the rest.
-
-    Args:
-        run: The case's `run` table.
-        step: Optimizer step, counted from 0.
-        rank: Group rank in the dp-cp group.
-    """
+    """Return how many micro-batches a group rank has data for; it joins the rest."""
     # Counts shift by one rank each step, so that every rank joins at some time.
     counts = run.own_micro_batches
     return counts[(rank + step) % len(counts)] if counts else run.micro_batches
 
 
 def world_size_at(scenario: Scenario, *, step: int) -> int:
-    """Return the number of ranks in a step, before or after the checkpoint.
-
-    Args:
-        scenario: A case, with or without a checkpoint.
-        step: Optimizer step, counted from 0.
-    """
+    """Return the world size in a step, before or after the checkpoint, if any."""
     reload = scenario.reload
     # reload.step is the first step after the checkpoint.
     if reload is None or reload.world_size is None or step < reload.step:
@@ -57,17 +46,11 @@ def world_size_at(scenario: Scenario, *, step: int) -> int:
 
 
 def place_in_group(rank: int, *, topology: TopologySpec, world_size: int) -> int:
-    """Return a rank's group rank: the number of lower ranks in its dp-cp group.
-
-    Args:
-        rank: World rank.
-        topology: The case's topology.
-        world_size: Number of ranks in the world, a multiple of tp x cp x pp.
-    """
+    """Return a world rank's group rank: how many lower ranks its dp-cp group has."""
     sizes = {"tp": topology.tp, "cp": topology.cp, "pp": topology.pp}
     sizes["dp"] = world_size // math.prod(sizes.values())
     place, stride = 0, 1
-    # Mixed-radix digits of the rank, fastest axis first; cp and dp make up the group rank.
+    # The rank's mixed-radix digits, fastest axis first; cp and dp make up the group rank.
     for axis in topology.order.split("-"):
         rank, index = divmod(rank, sizes[axis])
         if axis in ("cp", "dp"):
@@ -83,11 +66,7 @@ def counts_over_ranks(scenario: Scenario) -> bool:
 
 
 def limits_of_joins(scenario: Scenario) -> tuple[int, int]:
-    """Return the most entries of `run.own_micro_batches`, and the least valid entry.
-
-    Args:
-        scenario: A case, valid except for this field.
-    """
+    """Return the most entries of `run.own_micro_batches`, and the least valid entry."""
     reload, system = scenario.reload, scenario.system
     sizes, stages = [scenario.world.size], [system.stage]
     if reload is not None:
@@ -102,12 +81,7 @@ def limits_of_joins(scenario: Scenario) -> tuple[int, int]:
 
 
 def with_options(scenario: Scenario, option_values: Mapping[str, str]) -> Scenario:
-    """Return the case with some options of its target replaced.
-
-    Args:
-        scenario: Any case.
-        option_values: Values as text, by name.
-    """
+    """Return the case with some options replaced; `option_values` has text by name."""
     options = {option.name: option.value for option in scenario.system.options} | dict(
         option_values
     )

@@ -1,4 +1,4 @@
-"""Discovery of cases by path, and selection by a `-k` expression as in pytest.
+"""Case discovery by path, and selection by a `-k` expression as in pytest.
 
     expression = conjunction ("or" conjunction)*
     conjunction = negation ("and" negation)*
@@ -46,11 +46,11 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Discovery:
-    """Cases found under a set of paths."""
+    """Cases found under given paths."""
 
     cases: tuple[Case, ...]
     passed_over_count: int
-    """Number of cases that the expression did not select."""
+    """Cases that the expression did not select."""
     errors: tuple[ScenarioError, ...]
     """One error per invalid file. `cases` still has the cases of valid files."""
 
@@ -152,13 +152,7 @@ def _renamed(case: Case, case_id: str) -> Case:
 
 
 def compile_expression(text: str) -> Matcher:
-    """Compile a `-k` expression.
-
-    Args:
-        text: The expression; blank selects all ids.
-
-    Returns:
-        A function that returns True for selected ids.
+    """Compile a `-k` expression; a blank expression selects all ids.
 
     Raises:
         UsageError: The expression is malformed; the message has the column.

@@ -1,4 +1,4 @@
-"""Conversion of scenarios to plain data and TOML, with all fields or only non-default fields."""
+"""Scenarios as plain data and TOML, with all fields or only non-default fields."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def to_chosen_data(scenario: Scenario) -> dict[str, object]:
 
 
 def to_toml(scenario: Scenario) -> str:
-    """Return the text of a scenario file that loads as an equal scenario."""
+    """Return a scenario file's text that loads as an equal scenario."""
     return _document(to_data(scenario))
 
 
 def to_chosen_toml(scenario: Scenario) -> str:
-    """Return the text of a scenario file with non-default fields only, for people to read."""
+    """Return a scenario file's text with non-default fields only, for people to read."""
     return _document(_plain(to_chosen_data(scenario)))
 
 

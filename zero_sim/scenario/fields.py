@@ -1,4 +1,4 @@
-"""Fields of the records in `spec`: paths, types, values, and their form in messages.
+"""Fields in `spec`: paths, types, values, and their form in messages.
 
 Messages, matrix paths and the JSON Schema use this module, so a new field in `spec` needs no other
 mention.
@@ -18,7 +18,7 @@ from zero_sim.errors import Problem
 from zero_sim.scenario.spec import Scenario
 
 Loc = tuple[str | int, ...]
-"""Location in a parsed file: keys of tables and indices of arrays."""
+"""Location in a parsed file: table keys and array indices."""
 
 _WORDS = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 _PLURALS = {int: "integers", float: "numbers", str: "strings", bool: "booleans"}
@@ -43,7 +43,7 @@ def type_at(loc: Sequence[str | int]) -> object | None:
     here: object = Scenario
     for part in loc:
         if isinstance(part, int):
-            # An index leads to an entry of a list.
+            # An index leads to a list entry.
             here = _element(here, part)
         elif isinstance(here, type) and dataclasses.is_dataclass(here):
             here = fields_of(here).get(part)
@@ -72,11 +72,11 @@ def path_of(loc: Sequence[str | int]) -> str:
 
 
 def values_at(record: object, path: str) -> Iterator[tuple[str, object]]:
-    """Yield paths and values of a field; for a list, paths and values of its entries.
+    """Yield a field's path and value; for a list, those of each entry.
 
     Args:
-        record: A scenario, or a part of it.
-        path: Dotted path of the field in the record. Names after a list are fields of its entries.
+        record: A scenario, or a record in it.
+        path: The field's dotted path in the record. Names after a list are fields in its entries.
     """
     name, _, rest = path.partition(".")
     value = getattr(record, name)
@@ -90,7 +90,7 @@ def values_at(record: object, path: str) -> Iterator[tuple[str, object]]:
                 yield from ((f"{at}.{inner}", found) for inner, found in values_at(item, rest))
     elif not rest:
         yield name, value
-    # A field of an omitted optional table has no value.
+    # A field in an omitted table has no value.
     elif value is not None:
         yield from ((f"{name}.{inner}", found) for inner, found in values_at(value, rest))
 
@@ -169,11 +169,11 @@ def check_index(path: str, value: int, *, stop: int, of: str, counted: str) -> I
     """Check an index that counts from 0.
 
     Args:
-        path: Path of the field.
+        path: The field's path.
         value: The index.
-        stop: Number of counted things.
+        stop: How many things there are.
         of: Words for `stop` in the message.
-        counted: Plural noun for the counted things.
+        counted: Plural noun for these things.
     """
     # Another rule reports a count below 1, with which no index is valid.
     if stop >= 1 and not 0 <= value < stop:
@@ -187,7 +187,7 @@ def check_index(path: str, value: int, *, stop: int, of: str, counted: str) -> I
 
 def _strip_none(hint: object) -> object:
     # `Literal[...] | None` is a typing.Union, `int | None` a UnionType. `AnyModelName` is a union
-    # of choices and an own name: return the choices.
+    # with choices first: return these.
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         (inner, *_) = (arg for arg in typing.get_args(hint) if arg is not types.NoneType)
         return inner

@@ -30,22 +30,14 @@ RELOADED = {
 
 
 def after_reload(scenario: Scenario) -> Scenario:
-    """Return the case after its checkpoint; unchanged if it has none.
-
-    Args:
-        scenario: The case before the checkpoint.
-    """
+    """Return the case after its checkpoint; unchanged if it has none."""
     after = with_reloaded(scenario)
-    # Settings depend on fields of `system` such as the stage, so only changes there matter.
+    # Settings depend on the stage and other fields in `system`, so only changes there matter.
     return after if after.system is scenario.system else fitted_to_stage(after)
 
 
 def with_reloaded(scenario: Scenario) -> Scenario:
-    """Return the case with only the fields changed that its reload sets.
-
-    Args:
-        scenario: The case before the checkpoint.
-    """
+    """Return the case with only the fields changed that its reload sets."""
     changed: dict[str, dict[str, object]] = {}
     for name, path in reloaded(scenario.reload).items():
         table, _, field = path.partition(".")
@@ -67,7 +59,7 @@ def fitted_to_stage(scenario: Scenario) -> Scenario:
     Settings that are checked after a checkpoint stay, because the reload itself must change them.
     """
     for row in APPLIES:
-        # Callers have changed fields of `system`, so only rows within this table can break.
+        # Callers have changed fields in `system`, so only rows within this table can break.
         is_within = all(path.startswith("system.") for path in (row.path, *row.needs))
         if is_within and not row.holds_after and row.broken(scenario):
             scenario = _without(row.path, scenario)
@@ -75,12 +67,7 @@ def fitted_to_stage(scenario: Scenario) -> Scenario:
 
 
 def has_no_use(row: Applies, scenario: Scenario) -> bool:
-    """Return True if a setting has no effect.
-
-    Args:
-        row: The setting.
-        scenario: A case, possibly invalid.
-    """
+    """Return True if a row's setting has no effect in a case, which may be invalid."""
     if not row.broken(scenario):
         return False
     # An `unused` setting without effect before the checkpoint may still have one after it.
@@ -88,15 +75,11 @@ def has_no_use(row: Applies, scenario: Scenario) -> bool:
 
 
 def without_unused(scenario: Scenario) -> Scenario:
-    """Return the case without settings that have no effect.
-
-    Args:
-        scenario: A case, possibly invalid.
-    """
+    """Return the case, which may be invalid, without settings that have no effect."""
     for row in APPLIES:
         if row.after == "unused" and has_no_use(row, scenario):
             scenario = _without(row.path, scenario)
-    # `APPLIES` has no rows for the rest, which depends on numbers of ranks and steps.
+    # `APPLIES` has no rows for the rest, which depends on how many ranks and steps there are.
     if not orders_axes(scenario):
         scenario = _without("topology.order", scenario)
     if scenario.model.one_rank:

@@ -1,4 +1,4 @@
-"""Kinds of params (dense and expert), optimizers and models, by name."""
+"""Param kinds (dense and expert), optimizers and models, by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_own_model(name: object) -> TypeGuard[OwnModelName]:
 def may_gather_again(scenario: Scenario) -> bool:
     """Return True if a forward at stage 3 may use a module or a tied param twice.
 
-    A rank may then gather its params twice, which closed forms of calls do not count.
+    A rank may then gather its params twice, which closed forms do not count.
     """
     name = scenario.model.name
     # Only `gpt` among the shipped models uses a block twice; own models are unknown.
@@ -30,11 +30,7 @@ def may_gather_again(scenario: Scenario) -> bool:
 
 
 def is_expert(name: str) -> bool:
-    """Return True if a param belongs to an expert, so that only some ranks have it.
-
-    Args:
-        name: Dotted name in the bare model; `experts` is a part of expert params' names.
-    """
+    """Return True for an expert's param: its name in the bare model has a part `experts`."""
     return "experts" in name.split(".")
 
 

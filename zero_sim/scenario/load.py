@@ -1,4 +1,4 @@
-"""Loading of scenario files: reading, expansion and validation, with all problems at once."""
+"""Loader for scenario files, which are read, expanded and validated, with all problems at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _IDS_SHOWN = 3
 
 
 def load_cases(path: str | Path) -> tuple[Scenario, ...]:
-    """Load all cases of a scenario file, in the order of its matrix.
+    """Load all cases in a scenario file, in matrix order.
 
     Args:
         path: A TOML file.
@@ -87,9 +87,9 @@ def parse_cases(text: str, *, source: str, stem: str) -> tuple[Scenario, ...]:
     """Parse all cases in a scenario's TOML text.
 
     Args:
-        text: Content of the file.
-        source: Name of the file in messages.
-        stem: Name of the cases, unless the text has a `name`.
+        text: The file's content.
+        source: The file's name in messages.
+        stem: The cases' name, unless the text has a `name`.
 
     Returns:
         At least one scenario, each with its case id as `name`.
@@ -133,7 +133,6 @@ def _case_id(base: str, variant: Variant) -> str:
 
 
 def _in_cases(problem: Problem, ids: Sequence[str]) -> Problem:
-    """Return the problem with the ids of the cases that have it."""
     word = "case" if len(ids) == 1 else "cases"
     message = f"{problem.message.removesuffix('.')} (in {word} {_some(ids)})."
     return dataclasses.replace(problem, message=message)
@@ -154,7 +153,7 @@ def _read(path: Path, *, instead: str = "Name a scenario, or a folder with some.
         raise refuse("expected a TOML file, got nothing at this path.", "Check the path.")
     try:
         # Do not follow links: in a stranger's folder, a link could lead to any file, and an error
-        # would print a line of that file.
+        # would print a line from it.
         data = read_regular(path, bytes_max=FILE_BYTES_MAX, follow=False)
     except Unreadable as reason:
         if path.is_symlink():

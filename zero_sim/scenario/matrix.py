@@ -27,7 +27,7 @@ CASES_MAX = 10_000
 """Most cases per file. A larger matrix is a slip, or a job for a fuzzing campaign."""
 
 VALUES_MAX = 500_000
-"""Most values in all cases of a file together, because all are parsed and kept."""
+"""Most values in a file's cases together, because all are parsed and kept."""
 
 _FIXED = ("schema", "name")
 """Fields that cannot vary, because they belong to the file."""
@@ -36,7 +36,7 @@ _ID_VALUE_MAX = 40
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """A case of a file before validation."""
+    """A case before validation."""
 
     label: str
     """Values of the matrix, such as `size=3,dtype=bf16`, to append to the case id; empty without a
@@ -45,16 +45,16 @@ class Variant:
 
 
 def expand(raw: Mapping[str, object]) -> tuple[list[Variant], list[Problem]]:
-    """Expand all cases of a parsed file.
+    """Expand all cases in a parsed file.
 
     Args:
-        raw: Result of `tomllib`, with or without a `matrix`.
+        raw: Table from `tomllib`, with or without a `matrix`.
 
     Returns:
-        The variants in order, and the problems of the matrix. The product omits invalid axes, so
+        The variants in order, and the matrix's problems. The product omits invalid axes, so
         that the rest of the file is still checked.
     """
-    # The file's own fields; the matrix is no field of a case.
+    # The file's own fields, because a case has no matrix.
     base = {key: value for key, value in raw.items() if key != "matrix"}
     if "matrix" not in raw:
         return [Variant(label="", raw=base)], []
@@ -67,14 +67,14 @@ def expand(raw: Mapping[str, object]) -> tuple[list[Variant], list[Problem]]:
         )
         return [Variant(label="", raw=base)], [problem]
     axes = dict(_axes(matrix, ""))
-    # First limit the number of keys, because `_overlaps` compares all pairs.
+    # First limit the keys, because `_overlaps` compares all pairs.
     if len(axes) > len(field_paths()):
         message = f"expected at most {len(field_paths())} keys, one per field, got {len(axes):,}."
         problem = Problem(path="matrix", message=message, suggestion="Remove unknown fields.")
         return [Variant(label="", raw=base)], [problem]
     problems = [problem for path, values in axes.items() for problem in _check(path, values)]
     problems.extend(_overlaps(tuple(axes)))
-    # Go on with the valid axes, to find the problems of their cases in the same run.
+    # Go on with the valid axes, to find their cases' problems in the same run.
     bad = {problem.path.removeprefix("matrix.") for problem in problems}
     sound = {
         path: values
@@ -100,7 +100,6 @@ def expand(raw: Mapping[str, object]) -> tuple[list[Variant], list[Problem]]:
 
 
 def _size(value: object) -> int:
-    """Return the number of values in a parsed table, including the table."""
     if isinstance(value, dict):
         return 1 + sum(map(_size, value.values()))
     return 1 + sum(map(_size, value)) if isinstance(value, list) else 1
@@ -165,7 +164,7 @@ def _overlaps(paths: Sequence[str]) -> Iterator[Problem]:
 def _product(base: Mapping[str, object], axes: Mapping[str, Sequence[object]]) -> list[Variant]:
     names = _short_names(tuple(axes))
     variants: list[Variant] = []
-    # Enumerated, because an id has the index of a value that is too long.
+    # Enumerated, because an id has the index if a value is too long.
     for picks in itertools.product(*(enumerate(values) for values in axes.values())):
         raw = copy.deepcopy(dict(base))
         parts: list[str] = []
@@ -178,7 +177,7 @@ def _product(base: Mapping[str, object], axes: Mapping[str, Sequence[object]]) -
 
 def _short_names(paths: Sequence[str]) -> dict[str, str]:
     lasts = Counter(path.rpartition(".")[2] for path in paths)
-    # An id has the last part of a path, unless two axes share it.
+    # An id has only a path's last part, unless two axes share it.
     return {path: last if lasts[last := path.rpartition(".")[2]] == 1 else path for path in paths}
 
 

@@ -1,4 +1,4 @@
-"""Param names in a scenario: frozen spans, param groups, and checks of names."""
+"""Param names in a scenario: frozen spans, param groups, and checks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,11 @@ _NAMES_SHOWN = 12
 
 
 def frozen_at(model: ModelSpec, *, step: int) -> frozenset[str]:
-    """Return the names of the params that are frozen in a step.
-
-    Args:
-        model: The case's model.
-        step: Optimizer step, counted from 0.
-    """
+    """Return the names of params that are frozen in a step."""
     return frozenset(each.param for each in model.freeze if each.start <= step < each.stop)
 
 
 def _spans(model: ModelSpec) -> Iterator[tuple[str, FreezeSpec | SkipSpec]]:
-    """Yield the path and record of each `freeze` and `skip` span."""
     for name in ("freeze", "skip"):
         for index, span in enumerate(getattr(model, name)):
             yield f"model.{name}[{index}]", span
@@ -55,7 +49,7 @@ def check_spans_begin(scenario: Scenario) -> Iterator[Problem]:
 
 
 def check_groups(scenario: Scenario) -> Iterator[Problem]:
-    """Check that the optimizer has the settings of its param groups."""
+    """Check that the optimizer has the settings in its param groups."""
     for index, group in enumerate(scenario.optimizer.groups):
         # torch.optim.Rprop has no `weight_decay`. All optimizers have a learning rate.
         if group.weight_decay and scenario.optimizer.name == "rprop":
@@ -110,12 +104,7 @@ def check_names(scenario: Scenario, names: Collection[str]) -> Iterator[Problem]
 
 
 def with_known_names(scenario: Scenario, names: Collection[str]) -> Scenario:
-    """Return the case without names that match no param.
-
-    Args:
-        scenario: A case.
-        names: Names of all trained params, on any rank.
-    """
+    """Return the case without names that match no param; `names` as for `check_names`."""
     topology = replace(
         scenario.topology,
         shared=_known(scenario.topology.shared, names),
@@ -134,12 +123,7 @@ def with_known_names(scenario: Scenario, names: Collection[str]) -> Scenario:
 def matching_groups(
     groups: Sequence[ParamGroupSpec], names: Collection[str]
 ) -> tuple[ParamGroupSpec, ...]:
-    """Return the groups with at least one param. A param belongs to the first group that matches.
-
-    Args:
-        groups: Param groups in order.
-        names: Names of the params.
-    """
+    """Return the groups with at least one param. A param belongs to its first match."""
     kept, left = [], set(names)
     for group in groups:
         matched = {name for name in left if name.endswith(group.match)}

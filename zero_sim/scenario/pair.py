@@ -1,4 +1,4 @@
-"""Pairs of layouts: a case's second layout, and rules about both.
+"""A case's second layout, and rules about both layouts.
 
 [Note: why bits are equal]
 In an exact model, no sum depends on the order of addition. If ranks have the same data, their mean
@@ -33,7 +33,7 @@ PAIR_READS = (
     *("reload", "faults", "expect"),
 )
 PAIRED_MODELS: tuple[ModelName, ...] = ("bit-hash", "ternary")
-"""Exact models: their sums are the same in every order of addition."""
+"""Exact models: their sums are the same in every order."""
 
 
 def paired(scenario: Scenario) -> dict[str, str]:
@@ -43,11 +43,7 @@ def paired(scenario: Scenario) -> dict[str, str]:
 
 
 def other_layout(scenario: Scenario) -> Scenario:
-    """Return the case in its second layout, with the first layout as its `pair`.
-
-    Args:
-        scenario: A case with a pair.
-    """
+    """Return the case in its second layout, with the first layout as its `pair`."""
     # Only the fields that are set, so that the second layout's own pair has the same fields.
     chosen: dict[str, Any] = {n: getattr(scenario.pair, n) for n in paired(scenario)}
     first: dict[str, Any] = {n: attrgetter(path)(scenario) for n, path in PAIRED.items()}
@@ -63,11 +59,7 @@ def other_layout(scenario: Scenario) -> Scenario:
 
 
 def layouts_in_words(scenario: Scenario) -> str:
-    """Describe the differences between the two layouts.
-
-    Args:
-        scenario: A case with a pair.
-    """
+    """Describe the differences between the case's two layouts."""
     other = other_layout(scenario)
 
     def words(case: Scenario) -> str:
@@ -78,7 +70,7 @@ def layouts_in_words(scenario: Scenario) -> str:
 
 
 def placed_in_pair(problem: Problem, scenario: Scenario) -> Problem:
-    """Return a problem of the second layout with the path of its field in `pair`.
+    """Return a problem in the second layout with its field's path in `pair`.
 
     Args:
         problem: A problem, with its path in a case without a pair.
@@ -90,11 +82,7 @@ def placed_in_pair(problem: Problem, scenario: Scenario) -> Problem:
 
 
 def check_pair(scenario: Scenario) -> Iterator[Problem]:
-    """Check that both layouts must give the same state.
-
-    Args:
-        scenario: A case with a pair.
-    """
+    """Check that both layouts must give the same state."""
     other = other_layout(scenario)
     if replace(scenario, pair=None) == replace(other, pair=None):
         yield Problem(

@@ -14,7 +14,7 @@ from zero_sim.scenario.spec import ReloadSpec, Scenario
 
 
 def placed_in_reload(problem: Problem, reload: ReloadSpec) -> Problem:
-    """Return a problem of the case after its checkpoint with the path of its field in `reload`.
+    """Return a problem after the checkpoint with its field's path in `reload`.
 
     Args:
         problem: A problem, with its path in a case without a checkpoint.
@@ -27,13 +27,9 @@ def placed_in_reload(problem: Problem, reload: ReloadSpec) -> Problem:
 
 
 def check_async_steps(scenario: Scenario) -> Iterator[Problem]:
-    """Check that an asynchronous save is complete when the run ends.
-
-    Args:
-        scenario: The case before the checkpoint.
-    """
+    """Check that an asynchronous save is complete when the run ends."""
     after, steps = scenario.reload, scenario.run.steps
-    # A condition reports a checkpoint outside of the run.
+    # A condition reports a checkpoint outside the run.
     if after is None or not 1 <= after.step < steps:
         return
     left = steps - after.step
@@ -47,11 +43,7 @@ def check_async_steps(scenario: Scenario) -> Iterator[Problem]:
 
 
 def check_after_reload(scenario: Scenario) -> Iterator[Problem]:
-    """Check the rules over several fields for the case after its checkpoint.
-
-    Args:
-        scenario: The case before the checkpoint.
-    """
+    """Check the rules over several fields for the case after its checkpoint."""
     if scenario.reload is None:
         return
     after = after_reload(scenario)
@@ -67,12 +59,8 @@ def check_after_reload(scenario: Scenario) -> Iterator[Problem]:
 
 
 def _set_without_use(scenario: Scenario, reload: ReloadSpec) -> Iterator[Problem]:
-    """Check that each setting in the reload has an effect after the checkpoint.
-
-    Settings from before the checkpoint go back to their defaults if they have no effect after it. A
-    setting in the reload itself would be ignored.
-    """
-    # Without these resets, with the fields exactly as the reload sets them.
+    """Check that each setting in the reload has an effect after the checkpoint."""
+    # Not `after_reload`, which resets settings without effect, so that these would be ignored.
     as_written = with_reloaded(scenario)
     set_here = set(reloaded(reload).values())
     for row in APPLIES:
@@ -82,7 +70,7 @@ def _set_without_use(scenario: Scenario, reload: ReloadSpec) -> Iterator[Problem
 
 
 def _at_reload_field(problem: Problem, rule: Applies | Condition, reload: ReloadSpec) -> Problem:
-    """Return a problem of a kept setting with the path of the reload's field that causes it."""
+    """Return a kept setting's problem with the path of the reload field that causes it."""
     # The rule holds before the checkpoint, so a replaced field breaks it.
     made_by = next(
         name

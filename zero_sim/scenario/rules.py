@@ -36,7 +36,7 @@ PARAM_ELEMS_MAX = 2**30
 SHAPES_MAX = 10_000
 """Most params in a `params` model."""
 DIMS_MAX = 16
-"""Most dimensions of a param."""
+"""Most dimensions per param."""
 ENTRIES_MAX = 1_000
 """Most entries in every other list."""
 # (2 - 2^-23) x 2^127: a full 24-bit significand at the largest exponent.
@@ -69,7 +69,7 @@ class Bound:
 
 
 BOUNDS = (
-    # Sizes. Upper limits catch slips; `check_costs` limits products of sizes.
+    # Sizes. Upper limits catch slips; `check_costs` limits their products.
     Bound(path="model.hidden", least=1, most=8_192),
     Bound(path="model.blocks", least=1, most=10_000),
     Bound(path="model.experts", least=1, most=10_000),
@@ -104,7 +104,7 @@ BOUNDS = (
     Bound(path="pair.world_size", least=1, most=WORLD_SIZE_MAX),
     Bound(path="pair.redundancy", least=1, most=WORLD_SIZE_MAX),
     Bound(path="pair.bucket_elems", least=1, most=PARAM_ELEMS_MAX),
-    # With a learning rate of 0, no param would change.
+    # With learning rate 0, no param would change.
     Bound(path="optimizer.lr", least=0, most=FP32_MAX, open_least=True),
     Bound(path="optimizer.betas", least=0, most=1, open_most=True),
     Bound(path="optimizer.eps", least=0, most=FP32_MAX),
@@ -129,7 +129,7 @@ ITEM_BOUNDS = (
     # The widest dtype has 64 bits.
     Bound(path="faults.bit", least=0, most=63),
 )
-"""Ranges of fields in list entries."""
+"""Ranges for fields in list entries."""
 LISTS = {
     # A stranger's file must not make messages or checks arbitrarily long.
     "model.shapes": SHAPES_MAX,
@@ -145,7 +145,7 @@ LISTS = {
     "run.own_micro_batches": ENTRIES_MAX,
     "faults": ENTRIES_MAX,
 }
-"""Most entries of each list."""
+"""Most entries, by list."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +153,7 @@ class Rule:
     """A rule over several fields."""
 
     reads: tuple[str, ...]
-    """Paths of all fields that the rule depends on."""
+    """Paths of all fields that the rule reads."""
     check: Callable[[Scenario], Iterator[Problem]]
 
 
@@ -162,10 +162,10 @@ def check_scenario(scenario: Scenario, *, known_bad: Collection[str] = ()) -> li
 
     Args:
         scenario: The case to check.
-        known_bad: Paths already reported. Rules that read any of them are skipped.
+        known_bad: Paths already reported. Rules that read any are skipped.
 
     Returns:
-        Problems in the order of the fields; empty for a valid scenario.
+        Problems in field order; empty for a valid scenario.
     """
     problems: list[Problem] = []
     # Ranges first, because conditions expect numbers in range.
@@ -210,7 +210,7 @@ def _kind(number: float) -> str:
 
 
 def _for_bound(bound: Bound, number: float) -> str:
-    # For an optimizer, the end of the range is seldom useful, so suggest a usual value.
+    # An optimizer's range ends are seldom useful, so suggest a usual value.
     if bound.path.startswith("optimizer."):
         # torch's defaults if there are any.
         usual = {
@@ -290,7 +290,7 @@ def _nan_step(scenario: Scenario) -> Iterator[Problem]:
 def _nan_rank(scenario: Scenario) -> Iterator[Problem]:
     nan = scenario.data.nan
     if nan is not None:
-        # A reload may change the number of ranks before the NaN's step.
+        # A reload may change the world size before the NaN's step.
         size = world_size_at(scenario, step=nan.step)
         source = "world.size" if size == scenario.world.size else "reload.world_size"
         of = f"{source} = {size}"
@@ -305,7 +305,6 @@ def _nan_micro_batch(scenario: Scenario) -> Iterator[Problem]:
 
 
 def _faults(scenario: Scenario) -> Iterator[Problem]:
-    """Check each planned fault."""
     for index, fault in enumerate(scenario.faults):
         path = f"faults[{index}]"
         size = scenario.world.size
@@ -358,7 +357,6 @@ def _fault_place(path: str, fault: FaultSpec) -> Iterator[Problem]:
 
 
 def _finding(scenario: Scenario) -> Iterator[Problem]:
-    """Check that the expected finding is a check or an area."""
     wanted = scenario.expect.finding
     known = (*Check, *dict.fromkeys(check.area for check in Check))
     if wanted is not None and wanted not in known:
@@ -381,7 +379,7 @@ def _applies(row: Applies, scenario: Scenario) -> Iterator[Problem]:
     return row.check(scenario) if has_no_use(row, scenario) else iter(())
 
 
-# Fields of rules that are checked again after the checkpoint.
+# Fields in rules that are checked again after the checkpoint.
 _BEFORE_AND_AFTER = (
     "reload",
     *(read for each in (*APPLIES, *CONDITIONS) if each.holds_after for read in each.reads),

@@ -1,4 +1,4 @@
-"""JSON Schema of scenario files, for editors and other tools."""
+"""JSON Schema for scenario files, for editors and other tools."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Node = dict[str, object]
 
 
 def scenario_schema() -> Node:
-    """Return the JSON Schema of scenario files, with descriptions, ranges and the matrix.
+    """Return the JSON Schema for scenario files, with descriptions, ranges and the matrix.
 
     Returns:
         A JSON Schema object, without the conditions over several fields that loading checks.
@@ -66,7 +66,7 @@ def _resolve(schema: Node, node: Node) -> Node:
 def _field(schema: Node, path: str) -> Node:
     node = schema
     for name in path.split("."):
-        # In a list, continue with the schema of its entries.
+        # In a list, continue with its entries' schema.
         if "properties" not in node:
             node = _resolve(schema, _table(node["items"]))
         # A table is a reference into `$defs`.
@@ -132,7 +132,7 @@ def _axes(schema: Node) -> Node:
             # A matrix may vary a whole table, or any of its fields.
             is_record = "properties" in inner
             item: Node = {"type": "object"} if is_record else dict(node)
-            # An entry of the matrix has no default.
+            # A matrix entry has no default.
             item.pop("default", None)
             # A path such as `world.size` is a single quoted key.
             axes[path] = {

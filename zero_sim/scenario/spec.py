@@ -190,7 +190,7 @@ class DataSpec:
     """Loss of a micro-batch: mean over its rows, sum over its rows, or mean divided by the number
     of ranks. `sum` and `mean-of-ranks` need model `mlp`, `fp8` or `params`."""
     nan: NanSpec | None = None
-    """Planted NaN or infinity. If omitted, none."""
+    """Planted NaN or infinity, if any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,9 +213,8 @@ class WorldSpec:
     """Choice of the next rank to run: in turn, at random, or by PCT priorities; drawn from the
     seed."""
     timing: Literal["eager", "lazy", "hostile"] = "eager"
-    """Time at which a collective reads inputs and writes outputs. `eager`: once all ranks have
-    called it; `lazy`: as late as their waits allow; `hostile`: at any time between, drawn from the
-    seed."""
+    """Time at which a collective reads inputs and writes outputs. `eager`: when all ranks have
+    called it; `lazy`: as late as waits allow; `hostile`: between these, drawn from the seed."""
     races: bool = False
     """True if every tensor operation is checked against memory in flight."""
     strict: bool = True
@@ -307,25 +306,24 @@ class SystemSpec:
     """True if params are gathered bucket by bucket during the next forward, at stages 1 and 2. If
     omitted, true if `bucket_elems` is set and `gather_chunk_elems` is not."""
     sum_by: Literal["reduce-scatter", "all-reduce", "first-rank"] = "reduce-scatter"
-    """Collective that sums gradients of a sharded bucket. `reduce-scatter`: each rank gets its
-    shard; `all-reduce`: each rank gets the whole sum and keeps its shard; `first-rank`: the first
-    rank receives all gradients and broadcasts their sum, the naive way (also at stage 0)."""
+    """Sum of a sharded bucket's gradients. `reduce-scatter`: each rank gets its shard;
+    `all-reduce`: each rank gets the whole sum and keeps its shard; `first-rank`: the first rank
+    receives all gradients and broadcasts their sum, the naive way (also at stage 0)."""
     gather_after_step: bool = False
     """True if params are gathered and resharded once more after the step, at stage 3."""
     reduce_buffer_elems: int | None = None
     """Size of a reduce buffer in elements, at stages 1 and 2. Backward copies gradients into it,
     and each owner's part is reduced to the owner. With `overlap_grads`, two buffers take turns. A
-    longer gradient is reduced by itself. If omitted, gradients are reduced bucket by bucket."""
+    longer gradient is reduced by itself. If omitted, gradients are reduced by bucket."""
     contiguous_grads: bool = True
-    """True if each gradient is copied into the reduce buffer at once. If false, gradients that are
-    reduced together are copied into new memory after the last is computed. Needs
-    `reduce_buffer_elems`."""
+    """True if each gradient is copied into the reduce buffer at once. If false, gradients are
+    copied into new memory before their common reduction. Needs `reduce_buffer_elems`."""
     gather_chunk_elems: int | None = None
-    """Most elements that one call gathers, counted over all ranks, at stages 1 and 2. If omitted,
-    one call gathers a whole bucket."""
+    """Most elements per gather, counted over all ranks, at stages 1 and 2. If omitted, each bucket
+    is gathered at once."""
     arena: bool = False
-    """True if unsharded gradients, which come and go within a step, use memory allocated once, to
-    avoid fragmentation; at stages 2 and 3."""
+    """True if unsharded gradients use memory allocated once, to avoid fragmentation; at stages 2
+    and 3."""
     buffers_by: Literal["dtype", "param-group"] = "dtype"
     """Params that share a flat buffer: those with the same kind and dtype, or (`param-group`) also
     in the same param group."""
@@ -339,8 +337,8 @@ class SystemSpec:
     """True if activation checkpoints are kept on the CPU; needs `checkpoints`."""
     step_buffer_elems: int | None = None
     """Size of the step buffer in elements. Gradients pass through it as fp32 for unscaling, norm,
-    clipping and step. A longer part of a param is handled by itself. If omitted, all elements that
-    a rank owns are handled at once."""
+    clipping and step. A longer fragment is handled by itself. If omitted, all elements that a rank
+    owns are handled at once."""
     prefetch: int | None = None
     """Buckets gathered ahead of use, in forward and backward, at stage 3. If omitted, 1."""
     reshard_after_forward: bool = True
@@ -414,13 +412,11 @@ class OptimizerSpec:
     groups: tuple[ParamGroupSpec, ...] = ()
     """Param groups with their own settings. Params without a group use the settings above."""
     clip_norm: float | None = None
-    """Largest norm over all params; a larger norm scales gradients down. If omitted, no
-    clipping."""
+    """Largest norm over all params. A larger norm scales gradients down."""
     clip_value: float | None = None
-    """Largest magnitude of a gradient element; larger elements are clamped. If omitted, no
-    clamping."""
+    """Largest magnitude of a gradient element. Larger elements are clamped."""
     loss_scale: LossScaleSpec | None = None
-    """Dynamic loss scaling. If omitted, none."""
+    """Dynamic loss scaling, if any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -488,7 +484,7 @@ class FaultSpec:
     call_stop: int | None = None
     """End of the range to draw from (exclusive); needs `at = "random"`."""
     collective: CollectiveName | None = None
-    """Only collective that `call` counts. If omitted, all count."""
+    """Only collective that `call` counts, if any."""
     side: Literal["send", "receive"] = "send"
     """Corrupted data: the rank's contribution, or its received data. For `corrupt`."""
     element: int | None = None
@@ -594,9 +590,9 @@ class Scenario:
     run: RunSpec = field(default_factory=RunSpec)
     """Length of the training, and its seed."""
     reload: ReloadSpec | None = None
-    """Save and reload between two steps. If omitted, none."""
+    """Save and reload between two steps, if any."""
     pair: PairSpec | None = None
-    """A second layout to compare with. If omitted, none."""
+    """A second layout to compare with, if any."""
     faults: tuple[FaultSpec, ...] = ()
     """Planned faults."""
     expect: ExpectSpec = field(default_factory=ExpectSpec)

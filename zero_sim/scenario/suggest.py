@@ -40,7 +40,7 @@ def closest(word: str, names: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """Return the end of a message, ` Did you mean 'x'?`, or nothing if no name is similar."""
+    """Return ` Did you mean 'x'?` to end a message, or nothing if no name is similar."""
     near = closest(word, names)
     return "" if near is None else f" Did you mean {str(near)!r}?"
 
@@ -49,12 +49,7 @@ NAMES_SHOWN_MAX = 5
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """List up to five names, most similar to `word` first, and the number of others.
-
-    Args:
-        word: An unknown name.
-        names: The known names.
-    """
+    """List up to five names, most similar to `word` first, then how many others there are."""
     known = list(names)
 
     def likeness(name: str) -> float:
@@ -79,7 +74,7 @@ def meant_path(loc: Sequence[str | int]) -> str | None:
     word = str(last)
     record = type_at(parents) if parents else Scenario
     if isinstance(record, type) and is_table(record):
-        # `matrix` is not a field of a scenario, but a table of the file.
+        # `matrix` is not a scenario's field, but a table in the file.
         names = [*fields_of(record), *(() if parents else ("matrix",))]
         table = ".".join(str(part) for part in parents if isinstance(part, str))
         # A typing mistake is likelier than a field in the wrong table.
@@ -161,7 +156,7 @@ def _rewrite(expected: object, value: object, *, path: str) -> str:
 
 
 def ordered_choices(expected: object, value: object) -> tuple[object, ...]:
-    """Return the choices of a `Literal` field, with the most similar to `value` first."""
+    """Return a `Literal` field's choices, most similar to `value` first."""
     choices = choices_of(expected)
     near = closest(value, [str(choice) for choice in choices]) if isinstance(value, str) else None
     return tuple(sorted(choices, key=lambda choice: str(choice) != near)) if near else choices

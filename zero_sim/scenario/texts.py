@@ -34,12 +34,7 @@ def check_texts(scenario: Scenario) -> Iterator[Problem]:
 
 
 def check_case_id(case_id: str, *, named: bool) -> Iterator[Problem]:
-    """Check a case id.
-
-    Args:
-        case_id: `name` or stem of the file, with values of the matrix.
-        named: True if the file contains `name`.
-    """
+    """Check a case id; `named` is True if the file contains `name`."""
     if named:
         yield from _check("name", case_id, what="case id")
         return
@@ -50,10 +45,10 @@ def check_case_id(case_id: str, *, named: bool) -> Iterator[Problem]:
 
 @functools.cache
 def _paths(record: type, prefix: str = "") -> tuple[str, ...]:
-    """Return the paths of all string fields without choices, including list entries."""
+    """Return paths of string fields without choices, including list entries."""
     found: list[str] = []
     for name, expected in fields_of(record).items():
-        # For a list, the type of its entries. A `Literal` gives a choice, which is no type.
+        # For a list, its entries' type. A `Literal` gives a choice, which is no type.
         inner = (typing.get_args(expected) or (expected,))[0]
         if is_table(inner):
             assert isinstance(inner, type)

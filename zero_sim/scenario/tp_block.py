@@ -1,4 +1,4 @@
-"""Sizes of model `tp-block`, and conditions under which tensor-parallel ranks can split it."""
+"""Sizes in model `tp-block`, and conditions under which tensor-parallel ranks can split it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ POSITIONS: Final = 4
 """Positions in a row."""
 # A rank needs whole heads, because attention stays within a head.
 HEAD_ELEMS: Final = 2
-"""Features of an attention head."""
+"""Features per attention head."""
 INNER: Final = 2
-"""Width of the inner layer, as a multiple of `model.hidden`."""
+"""Inner layer width, as a multiple of `model.hidden`."""
 SHARED: Final = "positions.weight"
 """The only param that every tensor-parallel rank has whole."""
 # With the implicit bit: all integers up to 2^bits are exact.
@@ -25,12 +25,12 @@ def is_tp_block(scenario: Scenario) -> bool:
 
 
 def part_ending(index: int) -> str:
-    """Return the name ending of params that only one tensor-parallel index has."""
+    """Return the name ending for params that only one tensor-parallel index has."""
     return f".part{index}"
 
 
 def rows_of(scenario: Scenario, *, rank: int) -> int:
-    """Return the number of rows in a micro-batch that the workload draws for a group rank."""
+    """Return how many rows the workload draws for a group rank's micro-batch."""
     data = scenario.data
     # With the same data on all ranks, all ranks have rank 0's rows.
     return data.rows + (rank % 3 if data.uneven_rows and data.ranks == "distinct" else 0)
