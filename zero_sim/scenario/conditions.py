@@ -80,8 +80,9 @@ def _reload_splits(scenario: Scenario) -> bool:
     ep = reload.ep or topology.ep
     redundancy = reload.redundancy or scenario.system.redundancy
     ranks, rest = divmod(size, _parts(scenario))
+    # A dp-cp group divides into shard groups of each expert share, and into cp ranks. The range
+    # check reports a cut below 1.
     cuts = (ep * redundancy, topology.cp)
-    # A cut below 1 is reported by the range check.
     return rest == 0 and all(cut < 1 or ranks % cut == 0 for cut in cuts)
 
 
@@ -202,7 +203,7 @@ CONDITIONS = (
         broken=lambda s: (
             s.model.name == "moe" and s.topology.ep >= 1 and s.model.experts % s.topology.ep != 0
         ),
-        message="expected a multiple of topology.ep, for equally many on each rank, got {got}.",
+        message="expected a multiple of topology.ep, so that each rank has as many, got {got}.",
         suggestion="Try topology.ep times 2.",
     ),
     Condition(

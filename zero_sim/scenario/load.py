@@ -69,6 +69,7 @@ def load_scenario(path: str | Path, *, case: str | None = None) -> Scenario:
         UsageError: The file has no such case, or has several and `case` is None.
     """
     scenarios = load_cases(path)
+    # A file with a single case needs no id.
     if case is None and len(scenarios) == 1:
         return scenarios[0]
     for scenario in scenarios:

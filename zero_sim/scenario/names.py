@@ -78,6 +78,7 @@ def check_names(scenario: Scenario, names: Collection[str]) -> Iterator[Problem]
                 f"{describe_value(freeze.param)}.",
                 suggestion=f"Try one of {known}.",
             )
+    # A param belongs to its first match, so each group takes its matches from the rest.
     left = list(names)
     for index, group in enumerate(scenario.optimizer.groups):
         matched = {name for name in names if name.endswith(group.match)}
@@ -124,6 +125,7 @@ def matching_groups(
     groups: Sequence[ParamGroupSpec], names: Collection[str]
 ) -> tuple[ParamGroupSpec, ...]:
     """Return the groups with at least one param. A param belongs to its first match."""
+    # A group whose matches all belong to earlier groups would have no param.
     kept, left = [], set(names)
     for group in groups:
         matched = {name for name in left if name.endswith(group.match)}

@@ -119,9 +119,10 @@ def _differences(scenario: Scenario, other: Scenario) -> Iterator[tuple[str, boo
     # With the same number of ranks, both layouts have the same data and divisor.
     if scenario.world.size == other.world.size:
         return
+    # With other numbers of ranks, the mean must not change; see [Note: why bits are equal].
     yield "data.ranks", data.ranks != "same", "the data depends on the number of ranks"
     sizes = (scenario.world.size, other.world.size)
-    # A power of two has one bit; see [Note: why bits are equal].
+    # A power of two has one bit.
     has_others = any(size < 1 or size & (size - 1) for size in sizes)
     yield "pair.world_size", has_others, "dividing by a number that is no power of two rounds"
     yield "data.loss", data.loss == "mean-of-ranks", "the loss depends on the number of ranks"

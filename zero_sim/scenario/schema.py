@@ -32,6 +32,7 @@ def scenario_schema() -> Node:
     _drop_null(schema)
     for bound in (*BOUNDS, *ITEM_BOUNDS):
         _add_bound(_field(schema, bound.path), bound)
+    # Ranges and limits come from `rules`, so that the schema never differs from loading.
     for path, most in LISTS.items():
         _field(schema, path)["maxItems"] = most
     _table(_field(schema, "model.shapes")["items"])["maxItems"] = DIMS_MAX

@@ -78,8 +78,7 @@ class OneRankSpec:
     rank: int
     """Group rank in the dp-cp group."""
     micro_batch: int | None = None
-    """The rank's only micro-batch that reads the param, counted from 0. If omitted, all its
-    micro-batches read the param."""
+    """The rank's only micro-batch that reads the param, counted from 0. If omitted, all do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,8 +99,7 @@ class ModelSpec:
     `weight * x + position`, where both terms get the same gradient tensor; `gpt`: a small language
     model of torch's layers, with a tied head and a block used twice; `multi-token`: a language
     model with a second loss, which a system may scale separately; `own:NAME`: a model that the
-    target brings. The order of addition does not change the reduced gradients of `bit-hash` and
-    `ternary`."""
+    target brings. `bit-hash` and `ternary` have the same reduced gradients in any order."""
     dtype: DtypeName = "fp32"
     """Dtype of the working params; for fp8 params, dtype of their gradients. Masters in the
     optimizer are always fp32."""
@@ -210,8 +208,7 @@ class WorldSpec:
     """True if the judge knows `order`. If false, a sum must lie within a bound proven from the
     ranks' gradients, and all values computed from the sum must match bit for bit."""
     schedule: Literal["round-robin", "random", "pct"] = "round-robin"
-    """Choice of the next rank to run: in turn, at random, or by PCT priorities; drawn from the
-    seed."""
+    """Choice of the next rank to run: in turn, or drawn from the seed, at random or by PCT."""
     timing: Literal["eager", "lazy", "hostile"] = "eager"
     """Time at which a collective reads inputs and writes outputs. `eager`: when all ranks have
     called it; `lazy`: as late as waits allow; `hostile`: between these, drawn from the seed."""
@@ -248,9 +245,9 @@ class TopologySpec:
     tied: tuple[str, ...] = ()
     """Name endings of params tied between pipeline-parallel ranks; needs `pp` > 1. The norm counts
     them on the first such rank only."""
+    # Not a Literal of all 24 orders: `conditions` checks that each axis occurs once.
     order: str = "tp-cp-dp-pp"
-    """Axes from fastest to slowest, joined by hyphens. Neighbouring ranks differ in the first
-    axis."""
+    """Axes joined by hyphens, fastest first: neighbouring ranks differ in the first axis."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,7 +274,7 @@ class SystemSpec:
     options: tuple[OptionSpec, ...] = ()
     """Non-default options of the target."""
     stage: Literal[0, 1, 2, 3] = 1
-    """ZeRO stage. 0: plain data parallelism; 1: optimizer state is sharded; 2: gradients too; 3:
+    """ZeRO stage. 0: plain data parallelism; 1: sharded optimizer state; 2: gradients too; 3:
     params too."""
     divide: Literal["none", "pre", "post", "premul"] = "post"
     """Averaging of gradients. `none`: keep the sum; `pre`: each rank divides its gradient before
@@ -300,11 +297,10 @@ class SystemSpec:
     """Order of params in their flat buffer."""
     # `derived.overlaps_grads` and `derived.overlaps_params` replace None in these two.
     overlap_grads: bool | None = None
-    """True if gradients are reduced bucket by bucket during backward. If omitted, true if
-    `bucket_elems` is set."""
+    """True if buckets are reduced during backward. If omitted, true if `bucket_elems` is set."""
     overlap_params: bool | None = None
-    """True if params are gathered bucket by bucket during the next forward, at stages 1 and 2. If
-    omitted, true if `bucket_elems` is set and `gather_chunk_elems` is not."""
+    """True if buckets are gathered during the next forward, at stages 1 and 2. If omitted, true if
+    `bucket_elems` is set and `gather_chunk_elems` is not."""
     sum_by: Literal["reduce-scatter", "all-reduce", "first-rank"] = "reduce-scatter"
     """Sum of a sharded bucket's gradients. `reduce-scatter`: each rank gets its shard;
     `all-reduce`: each rank gets the whole sum and keeps its shard; `first-rank`: the first rank
@@ -319,11 +315,9 @@ class SystemSpec:
     """True if each gradient is copied into the reduce buffer at once. If false, gradients are
     copied into new memory before their common reduction. Needs `reduce_buffer_elems`."""
     gather_chunk_elems: int | None = None
-    """Most elements per gather, counted over all ranks, at stages 1 and 2. If omitted, each bucket
-    is gathered at once."""
+    """Most elements per gather, over all ranks, at stages 1 and 2. If omitted, whole buckets."""
     arena: bool = False
-    """True if unsharded gradients use memory allocated once, to avoid fragmentation; at stages 2
-    and 3."""
+    """True if unsharded gradients, at stages 2 and 3, use memory that is allocated once."""
     buffers_by: Literal["dtype", "param-group"] = "dtype"
     """Params that share a flat buffer: those with the same kind and dtype, or (`param-group`) also
     in the same param group."""
@@ -374,6 +368,7 @@ class LossScaleSpec:
 
     __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
 
+    # A power of two, so that scaling changes no bit of a gradient.
     initial: float = 1024.0
     """Scale of the first step, a power of two up to 2^64."""
     growth_interval: int = 2
@@ -390,6 +385,7 @@ class OptimizerSpec:
     """Class in `torch.optim`; or `muon` (orthogonal updates of matrices) or `lamb` (steps in
     proportion to a param's norm), which need whole params; or `own`, the target's update rule,
     which may read any setting below."""
+    # `applies.USED_BY` lists the optimizers that use each setting.
     lr: float = 1e-3
     """Learning rate."""
     warmup_steps: int = 0
@@ -453,11 +449,11 @@ class ExpectSpec:
     accuracy_min: float | None = None
     """Least accuracy on held-out data after the last step, 0 to 1; for model `digits`."""
     nonzero_min: float = 0.25
-    """Least fraction of gradient elements that must be nonzero in some step, 0 to 1. With fewer, a
-    pass would mean little."""
+    """Least fraction of gradient elements that must be nonzero in some step, 0 to 1."""
     one_device: bool = False
     """True if the reduced gradient must equal, bit for bit, the gradient of a single device with
     rank 0's data. Needs ranks with the same data; holds only for some numbers of ranks."""
+    # Not a Literal, so that `rules` can suggest a similar check or area.
     finding: str | None = None
     """Check (`equality.grad`) or area of checks (`equality`) that must have a finding in the first
     bad step; otherwise the case fails. If omitted, no finding is expected."""
@@ -520,6 +516,7 @@ class ReloadSpec:
     weights_only: bool = False
     """True to load only masters, working params and persistent buffers. Optimizer state and loss
     scale start anew."""
+    # `fitting.RELOADED` maps the fields below to the paths that they replace.
     world_size: int | None = None
     """Number of ranks after the load."""
     stage: Literal[0, 1, 2, 3] | None = None
@@ -548,6 +545,7 @@ class PairSpec:
 
     __pydantic_config__: ClassVar[dict[str, object]] = _FORBID
 
+    # `pair.PAIRED` maps these fields to the paths that they replace.
     world_size: int | None = None
     """Number of ranks in the second layout."""
     stage: Literal[0, 1, 2, 3] | None = None
