@@ -34,7 +34,7 @@ class View:
     trajectories: Trajectories | None = None
     """Steps computed by references in earlier cases; None to keep none."""
     explainer: str = ""
-    """As for `JudgedGroup`."""
+    """Class that explains differences; see `JudgedGroup`."""
 
 
 def build_contexts(

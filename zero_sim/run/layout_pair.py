@@ -19,12 +19,7 @@ _UPDATED = (Check.EQUALITY_STATE, Check.EQUALITY_MASTER, Check.EQUALITY_PARAMS)
 def record_layout(
     scenario: Scenario, target: Target, *, judge: Callable[[Scenario, Target], CaseResult]
 ) -> tuple[Record, CaseResult | None]:
-    """Run a case in its second layout.
-
-    Args:
-        scenario: A case with a pair.
-        target: The system under test.
-        judge: Judges a case on simulated ranks.
+    """Run a case in its second layout; `judge` judges it on simulated ranks.
 
     Returns:
         Params and state after each step, and the result if the second layout itself has findings or

@@ -87,12 +87,7 @@ def choose_observers(
 ) -> tuple[Observers, RankNotes]:
     """Choose a rank's observers, and set their hooks, which run after the engine's hooks.
 
-    Args:
-        bare: The module before the engine wrapped it.
-        watched: The rank, its engine and its judge.
-        scenario: The dp-cp group's case.
-        costs: Costs that the target declares.
-        clock: Clock of the event log; None without a log.
+    Without an event log, `clock` is None.
 
     Returns:
         The observers, and notes for the judge.

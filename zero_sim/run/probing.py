@@ -77,13 +77,8 @@ def measure_orders(
 ) -> list[str]:
     """Measure how a case's communicators add, and set the result in its judges.
 
-    Args:
-        contexts: The case's contexts, with facts from every rank.
-        scenario: The case; its order is the backend's own.
-        real_rank: This process, inside or outside the case's world.
-        process_count: How many processes take part.
-        device: The data's device.
-        about: This exchange's name within the case.
+    All processes take part, also those outside the case's world. Judges need facts from every rank
+    before. The case's order is the backend's own; `about` names this exchange within the case.
 
     Returns:
         The measured orders, in words.

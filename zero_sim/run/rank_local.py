@@ -113,12 +113,8 @@ def as_in_new_process(
 ) -> Iterator[None]:
     """Return the context around a real rank's program, in a process that runs many cases.
 
-    State that the target declares as rank-local starts anew, and is restored afterwards.
-
-    Args:
-        target: The system under test.
-        ranks_max: Most ranks in a world.
-        notes: Receives a note on each declared name that does not exist.
+    State that the target declares as rank-local starts anew, and is restored afterwards. `notes`
+    receives a note on each declared name that does not exist.
 
     Raises:
         EnvironmentProblem: The system's package is not installed.

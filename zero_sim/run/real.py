@@ -205,7 +205,7 @@ class _OwnRank:
     """True to measure the backend's own order, because the case relies on it."""
     wired: WiredSteps
     explainer: str
-    """As for `JudgedGroup`."""
+    """Class that explains differences; see `JudgedGroup`."""
 
     def run(self, segment: Segment, index: int, trial: Trial, *, target: Target) -> None:
         """Run a segment, as in `Ranks`.

@@ -106,12 +106,7 @@ class CaseRun:
 
 
 def result_of(scenario: Scenario, ran: CaseRun, *, with_digest: bool = True) -> CaseResult:
-    """Return a case's result, without its time.
-
-    Args:
-        scenario: A valid case.
-        ran: Outcome on the backend.
-        with_digest: True to include the event logs' digest.
+    """Return a case's result, without its time, and with the event logs' digest if wanted.
 
     Raises:
         EnvironmentProblem: A process lacked something that the case needs.

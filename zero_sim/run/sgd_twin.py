@@ -35,16 +35,13 @@ def with_twin(
 
     Args:
         result: The case's result.
-        scenario: The case from the command line.
+        scenario: The case.
         judge: Judges a case without its twin.
         find: Returns the system under test; called if a twin is needed.
 
     Returns:
         If the twin fails, its result, with the twin in `twin`. Otherwise `result`, with a note if a
         twin is needed.
-
-    Raises:
-        ZeroSimError: `judge` raised it.
     """
     is_hidden = result.verdict == "pass" and DIVISION in result.unobserved
     # Planned faults and expected findings belong to the case's own calls and steps.

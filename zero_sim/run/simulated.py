@@ -64,7 +64,7 @@ class Simulated:
     trajectories: Trajectories | None = None
     """Steps that references computed in earlier cases. This run adds its own."""
     explainer: str = ""
-    """As for `JudgedGroup`."""
+    """Class that explains differences; see `JudgedGroup`."""
     read_step: int | None = None
     """Step in which to record the params that forwards read; None for none."""
 

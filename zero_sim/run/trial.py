@@ -79,11 +79,7 @@ class Trial:
     ) -> None:
         """Run a case's segments until there is a finding.
 
-        Args:
-            segments: All segments, in order.
-            ranks: This process's ranks.
-            find: Returns the system under test.
-            rank_threads: Most rank threads in this process.
+        `find` returns the system under test. This process has at most `rank_threads` ranks.
         """
         try:
             with computing_on(self.device, rank_threads=rank_threads) as settled:
@@ -123,11 +119,7 @@ class Trial:
     ) -> None:
         """Record the error that ends the case in this process.
 
-        Args:
-            error: The error.
-            kind: Party to charge; None to derive it from the error's type.
-            rank: Rank that raised the error.
-            traceback_text: Its traceback.
+        `kind` is the party to charge, by default derived from the error's type.
         """
         kind = kind or _kind_of(error)
         # Our own errors are worded for users. A system's error also needs its class name.

@@ -41,11 +41,7 @@ def load_cases(path: str | Path) -> tuple[Scenario, ...]:
 
 
 def read_toml(path: str | Path, *, instead: str) -> dict[str, object]:
-    """Read a TOML file that is not a scenario.
-
-    Args:
-        path: The file.
-        instead: Suggestion if the file cannot be read.
+    """Read a TOML file that is not a scenario; `instead` is the remedy if it cannot be read.
 
     Raises:
         ScenarioError: The file cannot be read, or is not TOML.

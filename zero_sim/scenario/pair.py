@@ -70,12 +70,7 @@ def layouts_in_words(scenario: Scenario) -> str:
 
 
 def placed_in_pair(problem: Problem, scenario: Scenario) -> Problem:
-    """Return a problem in the second layout with its field's path in `pair`.
-
-    Args:
-        problem: A problem, with its path in a case without a pair.
-        scenario: The case in its first layout.
-    """
+    """Return a problem in a case's second layout with its field's path in `pair`."""
     # If `pair` does not set the field, report the problem at the table.
     names = {path: f"pair.{name}" for name, path in paired(scenario).items()}
     return replace(problem, path=names.get(problem.path, "pair"))

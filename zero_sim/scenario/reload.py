@@ -14,12 +14,7 @@ from zero_sim.scenario.spec import ReloadSpec, Scenario
 
 
 def placed_in_reload(problem: Problem, reload: ReloadSpec) -> Problem:
-    """Return a problem after the checkpoint with its field's path in `reload`.
-
-    Args:
-        problem: A problem, with its path in a case without a checkpoint.
-        reload: The case's `reload` table.
-    """
+    """Return a problem after the checkpoint with its field's path in `reload`."""
     for name, path in reloaded(reload).items():
         if path == problem.path:
             return dataclasses.replace(problem, path=f"reload.{name}")
