@@ -212,7 +212,7 @@ def _over_copies(
 ) -> Counter[tuple[str, int]]:
     """Return the unreported calls that may be sums over replicas of the shards.
 
-    There are none if they are more than the reported buckets, or longer than the longest bucket.
+    Empty if they are more than the reported buckets, or if any is longer than all buckets.
     """
     largest = max((elems for _, elems in wanted), default=0)
     left = Counter(_kind_of(record) for record in reduced) - wanted

@@ -168,7 +168,7 @@ def _can_share(segment: Segment, *, target: Target) -> bool:
         is_all
         and is_plain
         and all(
-            # A reported norm is an input of the step, so each case has its own steps.
+            # A reported norm is an input of the step, so each reference must compute its own step.
             numerics_of(target, each.scenario).norm != "told"
             for each in dp_cp_groups_of(scenario)
         )

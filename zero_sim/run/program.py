@@ -427,7 +427,7 @@ def _find_param(training: _Training, name: str) -> Tensor:
     """Return the param in the engine's module for a name in the bare model."""
     held = dict(training.engine.module.named_parameters())
     alike = names_like(held, name)
-    # Wrappers add parts to names, so look for names that contain the bare name's parts in order.
+    # Wrappers add parts to names. A single name with the bare name's parts in order is the param.
     if len(alike) == 1:
         return held[alike[0]]
     got = ", ".join(map(repr, alike or held)) or "no params"

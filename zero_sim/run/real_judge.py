@@ -144,7 +144,7 @@ class RealJudge:
         # The case itself will report the refusal.
         if refusals(target, scenario):
             return None, None
-        # Simulated ranks are faster, and the bits of a pair do not depend on the backend.
+        # The second layout's bits do not depend on the backend, so simulated ranks suffice.
         with WorldPool() as worlds:
             backend = Simulated(worlds=worlds)
             return record_layout(
@@ -292,7 +292,7 @@ def _reports_of(endings: Sequence[Ending], *, stall_seconds: float) -> Iterator[
                 detail=_where(stacks),
             )
             yield Report(found=[died])
-    # If a rank died, raised or gave up, this is why the others hang, and no finding of its own.
+    # If a rank died, raised or gave up, the others hang because of it, so this is no finding.
     if stacks and not any(end.how in ("died", "raised") or end.gave_up for end in endings):
         yield Report(found=[_hung(stacks, stall_seconds=stall_seconds)])
 

@@ -171,7 +171,7 @@ APPLIES = (
     *(
         Applies(path, {f"{path.partition('.')[0]}.name": users}, _only(path), after="unused")
         for path, users in USED_BY.items()
-        # This also needs momentum, so it has its own row below.
+        # Nesterov momentum also needs momentum, so it has its own row below.
         if path != "optimizer.nesterov"
     ),
     Applies(

@@ -28,7 +28,7 @@ def skipped_at(model: ModelSpec, *, step: int) -> frozenset[str]:
 
 def unread_by(model: ModelSpec, *, rank: int, micro: int) -> frozenset[str]:
     """Return the param names that the loss of a group rank's micro-batch does not read."""
-    # All other ranks and micro-batches do not read the param in a `one_rank` entry.
+    # No other rank or micro-batch reads the param in a `one_rank` entry.
     others = (
         each.param
         for each in model.one_rank

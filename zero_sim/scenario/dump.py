@@ -26,12 +26,12 @@ def to_chosen_data(scenario: Scenario) -> dict[str, object]:
 
 
 def to_toml(scenario: Scenario) -> str:
-    """Return a scenario file's text that loads as an equal scenario."""
+    """Return TOML text that loads as an equal scenario."""
     return _document(to_data(scenario))
 
 
 def to_chosen_toml(scenario: Scenario) -> str:
-    """Return a scenario file's text with non-default fields only, for people to read."""
+    """Return TOML text with non-default fields only, for people to read."""
     return _document(_plain(to_chosen_data(scenario)))
 
 

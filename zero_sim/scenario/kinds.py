@@ -8,7 +8,7 @@ from typing import Literal, TypeGuard
 from zero_sim.scenario.spec import OptimizerName, OwnModelName, Scenario
 
 WHOLE_PARAM_OPTIMIZERS: tuple[OptimizerName, ...] = ("muon", "lamb")
-"""Optimizers that step an element depending on its whole param."""
+"""Optimizers whose steps need whole params, not only a rank's elements."""
 
 OWN_MODEL = r"own:[A-Za-z0-9_.-]+"
 """Pattern for names of a target's own models."""

@@ -1,4 +1,4 @@
-"""Loader for scenario files, which are read, expanded and validated, with all problems at once."""
+"""Loader for scenario files: reads, expands and validates them, with all problems at once."""
 
 from __future__ import annotations
 
