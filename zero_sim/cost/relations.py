@@ -124,7 +124,7 @@ def check_relations(
 
 def _gathers_params_alone(scenario: Scenario) -> bool:
     """Return True if gathers never carry gradient sums."""
-    # Stage 0 may sum by scatter and gather, and a first rank broadcasts its sum.
+    # Stage 0 may sum by scatter and gather, and the first rank broadcasts its sum.
     return scenario.system.stage > 0 and scenario.system.sum_by != "first-rank"
 
 

@@ -92,7 +92,7 @@ class Setup:
         count = count_contributions(
             system.divide_by,
             rank_count=ranks,
-            # Counts that differ between steps are no power of two in some step, so 3 stands for them.
+            # 3 stands for counts that differ between steps, which are no power of two in some.
             micro_batches=3 if run.own_micro_batches else ranks * run.micro_batches,
             rows=3,
         )
