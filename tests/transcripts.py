@@ -26,7 +26,7 @@ def run_command(command):
 
 def without_times(text):
     """Leave out seconds, and multiples of rounding, which kernels of a machine decide."""
-    text = re.sub(r"\d+\.\d+ s\b", "T s", re.sub(r"\de\+\d+ x rounding", "N x rounding", text))
+    text = re.sub(r"\d+\.\d+ s\b", "T s", re.sub(r"explains up to \S+ %", "explains N %", text))
     return re.sub(r" +", " ", text)
 
 

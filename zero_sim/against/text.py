@@ -41,7 +41,7 @@ def headline(verdict: AgainstVerdict) -> str:
         return (
             f"{label} up to rounding: {verdict.got} against {verdict.expected}, "
             f"{verdict.compared_count:,} tensors of {verdict.steps} steps, largest difference "
-            f"{verdict.largest_multiple:.1f} times rounding (limit {LIMIT:.0e})"
+            f"{verdict.largest_multiple:.1f} times rounding (limit {LIMIT:,.0f})"
         )
     return f"{label}: {verdict.reason}"
 
@@ -68,8 +68,8 @@ def render(verdict: AgainstVerdict, account: Account | None) -> str:
 def _account(verdict: AgainstVerdict, account: Account) -> list[str]:
     first = verdict.differences[0]
     lines = [
-        f"{_ranks(account, first.measured.kind)}: {first.measured.relative:.1e} of the largest "
-        f"value, {first.multiple:.0e} x rounding (limit {LIMIT:.0e})",
+        f"{_ranks(account, first.measured.kind)}: off by {_percent(first.measured.relative)} of the "
+        f"largest value; rounding explains up to {_percent(first.rounding * LIMIT)}",
         f"{account.differ_count:,} of {account.elems:,} elements differ; element "
         f"{account.element}: expected {account.expected:.9g}, got {account.got:.9g}",
     ]
@@ -88,6 +88,10 @@ def _account(verdict: AgainstVerdict, account: Account) -> list[str]:
     elif len(account.picture.shards) > 1:
         lines.append(describe_spread(account.picture))
     return lines
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
 
 
 def _ranks(account: Account, kind: str) -> str:
