@@ -1,4 +1,4 @@
-"""`zero-sim torchrun --against`: a script compared with another run of it."""
+"""`zero-sim torchrun --against`: compare a script with another run of itself."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from zero_sim.script.launch import Settings
 
 RELATIONS = ("1", "resumed", "mesh", "micro")
-# Of several sizes, the gravest status is the command's.
+# With several world sizes, the command exits with the gravest status.
 _ORDER_OF_STATUS = (1, 2, 4, 3)
-# Raised before the run if possible, else after it: a script may start its ranks itself.
+# Raised after the run if the script starts its ranks itself, because only then is their number
+# known.
 _TOO_FEW_RANKS = (
     "expected at least two ranks to compare with one, got 1. Add --nproc-per-node 4. If the script "
     "starts its ranks itself, put their number into ARGUMENTS, and 1 into --arguments-of-one."
@@ -43,24 +44,24 @@ class AgainstOptions:
     against: str | None = option(
         "--against",
         type=click.Choice(RELATIONS),
-        help="Compare the script with another run of it, in float64: on 1 rank, stopped and "
+        help="Compare the script with another run of itself, in float64: on 1 rank, stopped and "
         "resumed, on another mesh, or with other micro-batches.",
     )
     arguments_of_one: str | None = option(
         "--arguments-of-one",
         metavar="ARGS",
-        help="Arguments of the script in the other run, if they differ.",
+        help="Script arguments in the other run, if they differ.",
     )
     arguments_of_stopped: str | None = option(
         "--arguments-of-stopped",
         metavar="ARGS",
-        help="With --against resumed: arguments of the script in the run that stops early.",
+        help="With --against resumed: script arguments in the run that stops early.",
     )
     sizes: str | None = option(
         "--sizes", metavar="N,N,...", help="With --against 1: compare each of these world sizes."
     )
     feed: bool = option(
-        "--feed", is_flag=True, help="Split the rows that one rank read among all ranks."
+        "--feed", is_flag=True, help="Split the rows that the run on 1 rank read among all ranks."
     )
     all_read_all: bool = option(
         "--all-read-all",
@@ -68,7 +69,7 @@ class AgainstOptions:
         help="Expect each rank to read all rows, as with tensor parallelism.",
     )
     start_of_one: bool = option(
-        "--start-of-one", is_flag=True, help="Start all ranks with the params of one rank."
+        "--start-of-one", is_flag=True, help="Start all ranks with the params of the run on 1 rank."
     )
     precision: bool = option(
         "--precision",
@@ -95,14 +96,14 @@ def judge_script(
     words: Sequence[str],
     allowed_drift: Sequence[str] = (),
 ) -> int:
-    """Judge a script and return the exit status.
+    """Compare a script with its other run and return the exit status.
 
     Args:
-        options: The comparison, and the files of its reports.
+        options: The comparison and its report files.
         settings: World of the judged run.
         seed: Seed of all runs.
-        words: The script and its arguments, with `-m` before a module.
-        allowed_drift: Name patterns of tensors that may differ among ranks.
+        words: Script and arguments, with `-m` before a module.
+        allowed_drift: Patterns for names of tensors that may differ among ranks.
     """
     from zero_sim.against.account import account_of
     from zero_sim.against.precision import measure_precision
@@ -180,7 +181,7 @@ def _write_reports(options: AgainstOptions, reported: Sequence[Reported], *, sta
 
 
 def _command(options: AgainstOptions, side: Side, *, words: Sequence[str]) -> str:
-    """Return the command that judges one side again."""
+    """Return the command that judges a side again."""
     settings = side.settings
     given = ["--against", str(options.against), "--nproc-per-node", str(settings.ranks_per_node)]
     given += ["--nnodes", str(settings.nodes)] if settings.nodes > 1 else []
@@ -223,8 +224,8 @@ def _write_bundle(
 
 
 def script_bundle(name: str, *, folder: Path) -> Path | None:
-    """Return the folder of a script's bundle; None if there is none with this name."""
-    # A look at file names first: other bundles must not pay for the imports below.
+    """Return the folder of a script bundle; None if no script bundle has this name."""
+    # Look at file names first, because bundles of cases must not pay for the imports below.
     if not any(Path(name).glob("script.json")) and not any(folder.glob("*/script.json")):
         return None
     from zero_sim.against.bundles import find_script_bundle
@@ -233,7 +234,7 @@ def script_bundle(name: str, *, folder: Path) -> Path | None:
 
 
 def replay_script(path: Path, *, trust: bool) -> int:
-    """Judge the script of a bundle again and return the exit status.
+    """Judge the script in a bundle again and return the exit status.
 
     Args:
         path: Folder of the bundle.
@@ -255,8 +256,8 @@ def replay_script(path: Path, *, trust: bool) -> int:
             f"expected --trust, because replay runs the code of this bundle. Read "
             f"{path / CODE_FOLDER}, then add --trust."
         )
-    # A copy, so that files the script writes do not change the bundle.
-    # Absolute, because the copy becomes the working folder.
+    # A copy, because the script may write files, which must not change the bundle. An absolute
+    # path, because the copy becomes the working folder.
     with in_copy_of(path.absolute() / CODE_FOLDER):
         prepared = prepare(
             bundle.expected, seed=bundle.seed, keeps_rows=bundle.feeds, by_rank=bundle.by_rank
@@ -270,7 +271,7 @@ def replay_script(path: Path, *, trust: bool) -> int:
         )
         verdict = comparison.verdict
         text = render(verdict, account_of(comparison))
-    # The same outcome at the same first difference is the failure of the bundle.
+    # The bundle's failure is reproduced if outcome and first difference are the same.
     if verdict.outcome == "equal":
         head = "FIXED"
     elif (verdict.outcome, verdict.first) == (bundle.outcome, bundle.first):
@@ -301,10 +302,10 @@ def _sides(
         arguments=tuple(arguments),
         allowed_drift=allowed_drift,
     )
-    # The other run has the same script; only its world and arguments may differ.
+    # The other run has the same script. Only world and arguments may differ.
     other = side
     if options.arguments_of_one is not None:
-        # One option contains several arguments, quoted as in a shell.
+        # All arguments are in a single option, quoted as in a shell.
         other = replace(side, arguments=tuple(shlex.split(options.arguments_of_one)))
     if options.against == "1":
         one = replace(settings, ranks_per_node=1, nodes=1)
@@ -315,8 +316,8 @@ def _sides(
             else side
             for size in sizes
         ]
-        # A script may refuse to run on one GPU. The run on one rank is then repeated with as many
-        # GPUs as the largest run.
+        # A script may refuse to run on one GPU. Then the run on one rank is repeated with as many
+        # GPUs as the largest run has.
         spare = max(each.settings.ranks_per_node for each in sides)
         return replace(other, settings=one, spare_gpus=spare), sides
     if options.sizes is not None:
@@ -344,7 +345,7 @@ def _sides(
 
 def _sizes(options: AgainstOptions, settings: Settings) -> list[int]:
     if options.sizes is None:
-        # With other arguments for the run on one rank, the script may start its ranks itself.
+        # A script with its own arguments for one rank may start its ranks itself.
         if settings.world_size < 2 and options.arguments_of_one is None:
             raise UsageError(_TOO_FEW_RANKS)
         return [settings.world_size]

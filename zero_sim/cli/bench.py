@@ -1,4 +1,4 @@
-"""The command `zero-sim bench`: speed and memory of zero_sim on this machine."""
+"""The command `zero-sim bench`: speed and memory on this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zero_sim.cli.parts import echo_report, json_option
 
 
 @click.command()
-@click.option("--only", metavar="TEXT", default="", help="Only figures whose names contain TEXT.")
+@click.option("--only", metavar="TEXT", default="", help="Only figures with TEXT in their names.")
 @click.option(
     "--history",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -28,8 +28,9 @@ from zero_sim.cli.parts import echo_report, json_option
 def bench(*, only: str, history: Path | None, check: bool, as_json: bool) -> int:
     """Measure the speed and memory of zero-sim on this machine.
 
-    Goals are printed next to the figures. A missed goal is no failure. Times are CPU time of all
-    processes. The two sides of a ratio are measured in turns, so that it holds on a busy machine.
+    Goals are printed next to the figures; a missed goal is not a failure. Times are CPU times of
+    all processes. The two sides of a ratio are measured in turns, so that the ratio holds on a busy
+    machine.
 
     \b
     Examples:
@@ -40,7 +41,7 @@ def bench(*, only: str, history: Path | None, check: bool, as_json: bool) -> int
 
     if check and history is None:
         raise click.UsageError("--check compares with a history. Try --history FILE.")
-    # By name, because `bench` is the command in this module.
+    # Imported by name, because `bench` is the command in this module.
     module = importlib.import_module("zero_sim.bench")
     earlier = module.read_history(history) if history is not None else []
     if check and not earlier:
@@ -61,7 +62,7 @@ def bench(*, only: str, history: Path | None, check: bool, as_json: bool) -> int
         click.echo(render_measurements(measurements))
         if worse:
             click.echo(render_worse(worse))
-    # A bad run in the history would shift the median that later runs are compared with.
+    # A bad run must not get into the history, because it would shift the median of later checks.
     if history is not None and not worse:
         module.append_history(history, measurements)
     return int(bool(worse))

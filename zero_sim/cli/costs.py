@@ -1,4 +1,4 @@
-"""The commands `memory` and `traffic`: costs of training by closed forms."""
+"""The commands `memory` and `traffic`: training costs by closed forms."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from zero_sim.calculators.rows import MemoryRow
     from zero_sim.scenario.spec import DtypeName
 
-# Far above any model and cluster; they catch slips such as 7e90.
+# Far above any model and cluster, to catch slips such as 7e90.
 PARAMS_MAX = 10**15
 RANKS_MAX = 2**20
 GB = 10**9
@@ -33,7 +33,7 @@ GB = 10**9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Asked:
-    """Settings to calculate costs for; each list gives several rows."""
+    """Settings of the table; a list of values gives several rows."""
 
     params: int | None = option(
         "--params", type=Count(PARAMS_MAX), metavar="P", help="Number of params, such as 7e9."
@@ -44,7 +44,7 @@ class _Asked:
         multiple=True,
         callback=joined,
         metavar="N,...",
-        help="Numbers of ranks that train one set of params, such as 2,4,1_024.",
+        help="Numbers of ranks that train one set of params, such as 2,4,1_024. Repeatable.",
     )
     stages: tuple[str, ...] = option(
         "--stage",
@@ -58,7 +58,7 @@ class _Asked:
         multiple=True,
         callback=joined,
         metavar="K,...",
-        help="Numbers of replicas of each shard.",
+        help="Numbers of replicas per shard.",
     )
     dtype: DtypeName | None = option(
         "--dtype",
@@ -92,25 +92,25 @@ class _SystemAsked:
         "--bucket-elems",
         type=Count(PARAMS_MAX),
         metavar="E",
-        help="Close a bucket after so many elements.",
+        help="Number of elements after which a bucket is closed.",
     )
     reduce_buffer_elems: int | None = option(
         "--reduce-buffer-elems",
         type=Count(PARAMS_MAX),
         metavar="E",
-        help="Stages 1 and 2: elements of the buffer that gradients are reduced in. With "
-        "--bucket-elems, there are two.",
+        help="Stages 1 and 2: elements in the reduce buffer. With --bucket-elems, there are two "
+        "buffers.",
     )
     gather_chunk_elems: int | None = option(
         "--gather-chunk-elems",
         type=Count(PARAMS_MAX),
         metavar="E",
-        help="Stages 1 and 2: maximum elements per gather.",
+        help="Stages 1 and 2: maximum number of elements per gather.",
     )
     buffers_by: str | None = option(
         "--buffers-by",
         type=click.Choice(["dtype", "param-group"]),
-        help="Property that params of one buffer share.",
+        help="Share a buffer among params of the same dtype, or of the same param group.",
     )
     offload_state: bool = option(
         "--offload-state", is_flag=True, help="Keep masters and optimizer state on the CPU."
@@ -124,7 +124,7 @@ _topology = click.option(
     metavar="FILE",
     help="Nodes and links, as TOML.  [default: nodes of 8 ranks]",
 )
-_curve = click.option("--curve", is_flag=True, help="Draw the bytes on 1 to 16,384 ranks.")
+_curve = click.option("--curve", is_flag=True, help="Draw the bytes for 1 to 16,384 ranks.")
 _measure = click.option(
     "--measure", is_flag=True, help="Also run a step on simulated ranks and compare."
 )
@@ -147,13 +147,13 @@ def memory(
     asked: _Asked,
     system: _SystemAsked,
 ) -> None:
-    """Calculate the memory of a rank, by category.
+    """Calculate a rank's memory by category.
 
-    Takes a number of params, a scenario file, or a module to import. Closed forms give the bytes;
-    runs are checked against the same forms. GB are 10^9 bytes, GiB 2^30.
+    Give a number of params, a scenario file, or a module to import. The bytes come from the closed
+    forms that zero-sim checks runs against. A GB is 10^9 bytes, a GiB 2^30.
 
-    Exit status: 0 done, 1 --measure finds a difference between the forms and a run, 2 the usage is
-    wrong, 4 this machine has too little memory for the run.
+    Exit status: 0 done, 1 --measure found a difference between forms and run, 2 the usage is wrong,
+    4 this machine has too little memory for the run.
 
     \b
     Examples:
@@ -227,7 +227,7 @@ def traffic(
     asked: _Asked,
     system: _SystemAsked,
 ) -> None:
-    """Estimate what a rank sends in a step, by kind and link.
+    """Estimate the bytes that a rank sends in a step, by kind and link.
 
     Assumes that collectives run as rings.
 
@@ -269,7 +269,7 @@ def traffic(
 def _models(
     source: str | None, asked: _Asked, system: _SystemAsked, *, needs_ranks: bool = True
 ) -> list[Model]:
-    """Return the models to calculate, with the given options applied."""
+    """Return the models with the given options applied."""
     if (source is None) == (asked.params is None):
         got = "neither" if source is None else "both"
         raise UsageError(
@@ -291,7 +291,7 @@ def _models(
         assert source is not None
         with packages_needed():
             from zero_sim.calculators.models import model_of_name, models_of_file
-        # A path may contain a colon too, so files go first.
+        # A path may contain a colon too, so try files first.
         is_name = ":" in source and not Path(source).exists()
         models = [model_of_name(source)] if is_name else models_of_file(Path(source))
     return [_with_settings(model, asked, system) for model in models]
@@ -300,24 +300,24 @@ def _models(
 def _with_settings(model: Model, asked: _Asked, system: _SystemAsked) -> Model:
     from zero_sim.calculators.state import check_name
 
-    # Only options that were given replace settings of the model.
+    # Options that the user gave replace settings of the model.
     scenario = model.scenario
     if asked.optimizer is not None:
         name = check_name(asked.optimizer)
         scenario = replace(scenario, optimizer=replace(scenario.optimizer, name=name))
     if asked.micro_batches is not None:
         scenario = replace(scenario, run=replace(scenario.run, micro_batches=asked.micro_batches))
-    # Options that are not given are None or False, which keeps the model's own setting.
+    # Other options are None or False and keep the model's setting.
     fields: dict[str, Any] = {name: value for name, value in asdict(system).items() if value}
     scenario = replace(scenario, system=replace(scenario.system, **fields))
     return replace(model, scenario=scenario)
 
 
 def _chosen(models: Sequence[Model], asked: _Asked, *, curve: bool = False) -> list[Model]:
-    """Return each model with each combination of ranks, stages and replicas."""
+    """Return all models with all combinations of ranks, stages and replicas."""
     from zero_sim.calculators import rows
 
-    # A number of params has no stage of its own, so it is shown at all stages.
+    # A model given as a number of params has no stage, so show all stages.
     stages: list[Any] = [int(stage) for stage in asked.stages]
     if not stages and all(model.counted for model in models):
         stages = [0, 1, 2, 3]
@@ -331,7 +331,7 @@ def _chosen(models: Sequence[Model], asked: _Asked, *, curve: bool = False) -> l
 
 
 def _limits(models: Sequence[Model], asked: _Asked) -> list[LimitRow]:
-    """Return rows by number of ranks, if there are several numbers and a number of params."""
+    """Return rows by number of ranks; empty without --params or with a single number of ranks."""
     if len(asked.ranks) < 2 or asked.redundancies or not models[0].counted:
         return []
     from zero_sim.calculators.limits import limit_rows
@@ -341,13 +341,13 @@ def _limits(models: Sequence[Model], asked: _Asked) -> list[LimitRow]:
 
 
 def _waterfall(model: Model, row: MemoryRow, *, has_masters: bool) -> list[str]:
-    """Return a waterfall from stage 0 to a row; empty for stage 0."""
+    """Return a waterfall chart from stage 0 to the row; empty for stage 0."""
     from zero_sim.calculators.rows import memory_row
     from zero_sim.report.costs import render_waterfall
 
     if not row.stage:
         return []
-    # Stage 0 has no replicas of a sharded state.
+    # Stage 0 shards nothing, so it has no replicas of shards.
     plain = memory_row(model.with_choice(stage=0, redundancy=1), has_masters=has_masters)
     title = f"{row.model}: stage 0 to stage {row.stage}, {row.ranks:,} ranks"
     return [render_waterfall(plain.footprint.held, row.footprint.held, title=title)]
@@ -370,7 +370,7 @@ def _run_all(chosen: Sequence[Model], *, has_masters: bool, curve: bool = False)
             "expected --measure without --no-masters, because our own system keeps fp32 masters. "
             "Remove one of them."
         )
-    # All of them before the first run, which may take minutes.
+    # Check all models before the first run, which may take minutes.
     for model in chosen:
         check_fits(model)
     measured = []
@@ -381,7 +381,7 @@ def _run_all(chosen: Sequence[Model], *, has_masters: bool, curve: bool = False)
 
 
 def _series(rows: Sequence[MemoryRow]) -> dict[str, list[tuple[int, float]]]:
-    """Return pairs of ranks and GB, by stage and number of replicas."""
+    """Return (ranks, GB) pairs by stage and number of replicas."""
     series: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         name = f"stage {row.stage}" + (f", K = {row.redundancy}" if row.redundancy > 1 else "")

@@ -1,4 +1,4 @@
-"""Whole numbers on the command line in readable forms, and lists of them."""
+"""Option types for large whole numbers, such as 7e9, and lists of these."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COUNT = re.compile(r"(\d[\d_]*(?:\.\d+)?(?:e\d{1,2})?)([kmbt]?)", re.IGNORECASE
 
 
 class Count(click.ParamType):
-    """A whole number in a readable form: 7e9, 7_000_000_000, 7b."""
+    """A whole number such as 7e9, 7_000_000_000 or 7b."""
 
     name = "count"
 
@@ -28,9 +28,9 @@ class Count(click.ParamType):
         if found:
             digits = found[1].replace("_", "")
             scale = _SUFFIXES[found[2].lower()]
-            # As integers if possible, because floats above 2^53 lose digits.
+            # Integers if possible, because floats above 2^53 lose digits.
             number = int(digits) * scale if digits.isdecimal() else float(digits) * scale
-        # The bound first: hundreds of digits with a point are infinite, and int() would raise.
+        # Check the bound first, because int() would raise for an infinite float.
         if not 1 <= number <= self._most or number != int(number):
             self.fail(
                 f"expected a whole number of 1 to {self._most:,}, as 7e9, 7b or 7_000_000_000, got "
@@ -53,5 +53,5 @@ class Counts(Count):
 
 
 def joined(_: click.Context, param: click.Parameter, value: Any) -> tuple[int, ...]:
-    """Return the numbers of a repeated option in one tuple; a callback."""
+    """Return a repeated option's numbers in a single tuple; a callback."""
     return tuple(number for numbers in value for number in numbers)

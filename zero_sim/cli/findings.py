@@ -18,9 +18,9 @@ from zero_sim.report.commands import DEFAULT_BUNDLES
 @bundles_option
 @json_option
 def explain(name: str, bundles: Path, as_json: bool) -> None:
-    """Explain a check: its meaning, its usual causes, known cases.
+    """Explain a check: its meaning, usual causes and known cases.
 
-    For a bundle, explains the check of its first finding and prints the numbers of the case.
+    With a bundle, prints its case and explains the check of its first finding.
 
     \b
     Examples:
@@ -45,7 +45,7 @@ def explain(name: str, bundles: Path, as_json: bool) -> None:
                 f"{nearest(name, EXPLANATIONS)}.\n{error}"
             ) from None
         bundle = read_bundle(path)
-        # The first finding in the order of dataflow is nearest to the cause.
+        # Findings are in order of dataflow, so the first is nearest to the cause.
         check = bundle.findings[0].check
     explanation = explain_check(check)
     if as_json:
@@ -70,12 +70,12 @@ def explain(name: str, bundles: Path, as_json: bool) -> None:
     default=Path("zero-sim.html"),
     show_default=True,
     metavar="FILE",
-    help="File for the page. Refuses a named pipe that has no reader.",
+    help="Output file. Refuses a named pipe that has no reader.",
 )
 def report(names: tuple[str, ...], bundles: Path, output: Path) -> None:
-    """Write one self-contained HTML page about failed cases.
+    """Write a self-contained HTML page about failed cases.
 
-    Without ID or PATH, the page shows all bundles of the folder.
+    Without ID or PATH, the page shows all bundles in the folder.
 
     \b
     Examples:

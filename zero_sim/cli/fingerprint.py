@@ -1,4 +1,4 @@
-"""The command `zero-sim fingerprint`: the ZeRO stage of a sequence of collectives."""
+"""The command `zero-sim fingerprint`: identify the ZeRO stage of a trace."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from zero_sim.host.packages import packages_needed
 def fingerprint(ctx: click.Context, path: Path, case: str | None, rank: int, as_json: bool) -> None:
     """Identify the ZeRO stage, overlap and odd calls of a trace.
 
-    FILE is a Chrome trace of torch's profiler (on NCCL, or on gloo with record_shapes=True), of
-    `run --trace` or of `export`, or a Flight Recorder dump as JSON. FOLDER contains several of
-    these. A scenario file is run first.
+    FILE is a Chrome trace (from torch's profiler on NCCL, or on gloo with record_shapes=True; from
+    `run --trace` or `export`), a Flight Recorder dump as JSON, or a scenario file, which is run
+    first. FOLDER contains several traces or dumps.
 
     \b
     Examples:
@@ -40,7 +40,7 @@ def fingerprint(ctx: click.Context, path: Path, case: str | None, rank: int, as_
             render_fingerprint,
             traces_in,
         )
-    # Traces are JSON, so a TOML file is a scenario: run it and read its event log.
+    # A TOML file is a scenario. Run it and read its event log.
     if path.suffix == ".toml":
         from zero_sim.calculators.measure import measure
         from zero_sim.scenario.load import load_scenario

@@ -1,4 +1,4 @@
-"""The command `zero-sim fuzz`: a campaign with its progress and its report."""
+"""The command `zero-sim fuzz`: run a campaign, show progress and a report."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 EXIT_FOUND = 1
 EXIT_LOST = 3
 DEFAULT_CORPUS = Path(".zero-sim", "corpus")
-# Parameters that `--join` accepts.
+# Parameters that `--join` accepts; others would be ignored.
 _WITH_JOIN = ("join", "corpus", "coverage", "as_json", "html")
 
 
@@ -68,15 +68,15 @@ class _Shown:
     coverage: bool = option(
         "--coverage",
         is_flag=True,
-        help="Also show features of cases and pairs of features: which never occurred, which find "
-        "mutants, and how many more to expect.",
+        help="Also show features and pairs of features: which never occurred, which find mutants, "
+        "and how many more to expect.",
     )
     as_json: bool = option("--json", **JSON)
     html: Path | None = option(
         "--html",
         type=FILE,
         metavar="FILE",
-        help="Write the campaign as an HTML page, with a heat map of pairs of features.",
+        help="Write an HTML page about the campaign, with a heat map of feature pairs.",
     )
 
 
@@ -93,29 +93,29 @@ class _Shown:
     type=click.FloatRange(min=0, min_open=True),
     callback=a_number,
     metavar="S",
-    help="Start no case after S seconds, not counting imports and earlier results. Default "
+    help="Start no case after S seconds, without imports and earlier results. Default "
     f"{DEFAULT_SECONDS:.0f}, or no limit with --cases.",
 )
 @device_option
 @own_options
-@click.option("--cases", type=click.IntRange(min=0), metavar="N", help="Cases, over all shards.")
+@click.option("--cases", type=click.IntRange(min=0), metavar="N", help="Cases on all shards.")
 @click.option(
     "--family",
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
     metavar="N",
-    help="Judge up to N systems per model, data and optimizer, against the same reference steps. "
-    "Cases become cheaper, but cover fewer models.",
+    help="Judge up to N systems with the same model, data and optimizer against the same "
+    "reference steps. Cases become cheaper, but cover fewer models.",
 )
 @click.option(
     "--order",
     metavar="NAME|unknown",
-    help="Summation order of all cases, one that the target declares. With `unknown`, the order is "
+    help="Summation order of all cases; the target must declare it. With `unknown`, the order is "
     "hidden from the judge and sums are checked against proven bounds.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="S")
-@click.option("--jobs", type=click.IntRange(min=1), metavar="J", help="Batches to run at a time.")
+@click.option("--jobs", type=click.IntRange(min=1), metavar="J", help="Batches run in parallel.")
 @click.option(
     "--scheduler", metavar="ADDRESS", help="Run on a Dask cluster; needs the extra `cluster`."
 )
@@ -125,7 +125,7 @@ class _Shown:
     default="1/1",
     show_default=True,
     metavar="I/N",
-    help="Run only the I-th of N shares of the batches, for job arrays.",
+    help="Run only share I of N of the batches, for job arrays.",
 )
 @click.option(
     "--corpus",
@@ -139,8 +139,8 @@ class _Shown:
     multiple=True,
     type=click.Path(path_type=Path, exists=True),
     metavar="FILE|DIR",
-    help="Run nothing. Join the files of a campaign's shards, or all in a folder, into one corpus "
-    "in the DIR of --corpus, and show its findings. Repeatable.",
+    help="Run nothing. Join the corpora of a campaign's shards (files, or all in a folder) into "
+    "the new folder of --corpus, and show their findings. Repeatable.",
 )
 @takes(_Shown, "shown")
 @click.pass_context
@@ -165,7 +165,7 @@ def fuzz(
 
     Cases concentrate on the edges of partitions: uneven shards, padding, empty shards, small
     buckets. With --corpus, earlier findings are judged again first. Bundles of fixed findings move
-    to the folder `fixed` in DIR.
+    to DIR/fixed.
 
     Exit status: 0 no findings, 1 findings, 2 the usage is wrong, 3 a worker died or a shard's file
     is missing, 4 this machine cannot run it or store results, 5 no case was run, 130 interrupted.
@@ -224,7 +224,7 @@ def _show(
     is_own: bool = True,
     **more: object,
 ) -> None:
-    """Print a campaign, and write its page if the command line has `--html`.
+    """Print the report of a campaign; write the page of `--html`.
 
     Args:
         totals: Results so far.
@@ -232,7 +232,7 @@ def _show(
         elapsed: Seconds.
         shown: Output formats.
         status: Exit status, for JSON.
-        is_own: True if the user named the target, and not a corpus.
+        is_own: True if the user named the target; False if a corpus did.
         more: Further fields, for JSON.
     """
     if shown.as_json:
@@ -257,7 +257,7 @@ def _join(
     shown: _Shown,
 ) -> int:
     """Join the corpora of shards, print their findings, and return the exit status."""
-    # Settings come from the joined files, so options that would set them again are refused.
+    # Settings come from the joined files, so refuse options that would set them again.
     for param in ctx.command.params:
         on_line = ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
         if on_line and param.name not in _WITH_JOIN:
@@ -279,9 +279,9 @@ def _join(
     totals.take_all(joined.kept)
     missing = joined.shards_missing
     plan = Plan(head=joined.kept.head, corpus=into)
-    # Seconds of the shards' cases, because the time to join files means nothing to a reader.
+    # Show the seconds of the shards' cases, because the time to join files interests no reader.
     seconds = totals.counts.seconds
-    # A finding counts even if shards are missing; a pass does not.
+    # If shards are missing, a finding still counts, but a pass does not.
     status = EXIT_LOST if missing and not totals.found else exit_status_of(totals)
     shards = {"shards": joined.shard_count, "shards_missing": list(missing)}
     _show(totals, plan=plan, elapsed=seconds, shown=shown, status=status, is_own=False, **shards)
@@ -299,7 +299,7 @@ def _tell_converted(old: Path) -> None:
 
 def _fresh_folder(target: str, *, seed: int, device: str) -> Path:
     """Return a folder that does not exist yet."""
-    # Without --corpus, a campaign starts anew: a rerun that silently resumed would run no case.
+    # Without --corpus, a campaign starts anew. A rerun that resumed silently would run no case.
     on = "" if device == "cpu" else f"-{device}"
     words = re.sub(r"[^\w.-]+", "_", f"{target}{on}")
     # Numbered, so that campaigns with the same target and seed do not overwrite each other.
@@ -311,7 +311,7 @@ def _fresh_folder(target: str, *, seed: int, device: str) -> Path:
 
 def exit_status_of(totals: CampaignTotals) -> int:
     """Return the exit status for the results of a campaign."""
-    # By gravity: a finding counts even if the disk is full or workers died.
+    # The gravest first: a finding counts even if the disk is full or workers died.
     if totals.interrupted:
         return EXIT_INTERRUPTED
     if totals.found:
@@ -324,10 +324,10 @@ def exit_status_of(totals: CampaignTotals) -> int:
 
 
 class _Progress:
-    """Progress on stderr: one line rewritten on a terminal, else a new line now and then."""
+    """Progress on stderr: a line that is rewritten on a terminal, else a new line now and then."""
 
     LINE_SECONDS = 30.0
-    """Interval of lines where there is no terminal, such as in logs of CI."""
+    """Interval of lines without a terminal, such as in CI logs."""
 
     def __init__(self, started: float) -> None:
         self._started = started
@@ -338,9 +338,9 @@ class _Progress:
         """Show the progress."""
         now = time.monotonic()
         line = totals.progress(seconds=now - self._started)
-        # Elsewhere a new finding is shown at once, because a log has no line to rewrite.
+        # Without a terminal, a new finding is shown at once, else a line per interval.
         if takes_codes(sys.stderr):
-            # Back to the start of the line, then the ANSI code that erases to its end.
+            # Go to the start of the line, then erase it by an ANSI code.
             click.echo(f"\r\x1b[K{line}", err=True, nl=False)
         elif now - self._shown_at >= self.LINE_SECONDS or len(totals.found) > self._known:
             click.echo(line, err=True)

@@ -1,4 +1,4 @@
-"""The report of a campaign that `zero-sim fuzz` prints."""
+"""The campaign report of `zero-sim fuzz`."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def _resume_command(plan: Plan) -> str:
         ("--cases", plan.cases, None),
         ("--seconds", plan.seconds, DEFAULT_SECONDS if plan.cases is None else None),
     ):
-        # Only non-default values, to keep the command short.
+        # Non-default values only, to keep the command short.
         if value != default:
             words += [option, f"{value:g}" if isinstance(value, float) else str(value)]
     return shlex.join(["zero-sim", "fuzz", *words, *own_options_again(dict(plan.head.options))])
 
 
 def _why_empty(totals: CampaignTotals, plan: Plan) -> str:
-    """Return why a campaign ran no case, and the remedy."""
+    """Return the reason why a campaign ran no case, and the remedy."""
     if totals.earlier_cases:
         return (
             f"all {totals.earlier_cases} were run earlier. Try more --cases, another --seed or "
@@ -73,7 +73,7 @@ _OUTCOMES = {
 
 
 def _show_rechecked(totals: CampaignTotals, *, plan: Plan) -> None:
-    """Print the outcome of judging earlier findings again."""
+    """Print how earlier findings were judged now."""
     for one in totals.rechecked:
         found, said = one.found, f": {one.said}" if one.said else ""
         line = (
@@ -87,7 +87,7 @@ def _show_rechecked(totals: CampaignTotals, *, plan: Plan) -> None:
 def json_totals(
     totals: CampaignTotals, *, plan: Plan, elapsed: float, coverage: bool, is_own: bool
 ) -> dict[str, object]:
-    """Return the report of a campaign, ready for JSON; arguments as for `show_totals`.
+    """Return a campaign's report for JSON. The arguments are those of `show_totals`.
 
     Raises:
         UsageError: The target does not exist.
@@ -103,53 +103,54 @@ def json_totals(
 
 
 def _capabilities(plan: Plan, *, is_own: bool) -> Capabilities:
-    """Return the capabilities of a campaign's target.
+    """Return the capabilities of the campaign's target.
 
     Args:
         plan: The campaign.
-        is_own: True if the user named its target. A corpus may be a stranger's, whose target must
-            not be imported. It is taken for one that can do everything.
+        is_own: True if the user named the target; False if a corpus did.
 
     Raises:
-        UsageError: There is no such target.
+        UsageError: The target does not exist.
     """
     from zero_sim.targets import EVERYTHING, capabilities_of, import_target
 
+    # A corpus may come from a stranger, so its target is not imported. Assume that it supports
+    # everything.
     if ":" in plan.head.target and not is_own:
         return EVERYTHING
     return capabilities_of(import_target(plan.head.target))
 
 
 def drawable_features(plan: Plan, *, is_own: bool) -> tuple[str, ...]:
-    """Return the features that cases for the campaign's target can have."""
+    """Return the features that the target's cases can have."""
     from zero_sim.fuzz.features import features_for
 
     return features_for(_capabilities(plan, is_own=is_own))
 
 
 def _finders() -> Mapping[str, frozenset[str]]:
-    """Return the features of the smallest case that finds each mutant, by id of the mutant."""
+    """Return the features of each mutant's smallest known case, by mutant id."""
     from zero_sim.mutants.smallest import features_that_found
 
     return features_that_found()
 
 
 def _not_generated(plan: Plan, *, is_own: bool) -> str:
-    """Return settings of models, runs and optimizers that the target does not follow."""
+    """Return settings of model, run and reload that the target does not follow."""
     from zero_sim.targets.declared import followed
 
     try:
         follows = _capabilities(plan, is_own=is_own).follows
     except UsageError:
-        # Workers of a cluster import the target; this machine may not have it.
+        # Cluster workers import the target, which this machine may not have.
         return ""
-    # Settings of `system` and `topology` belong to sharded layouts, which a target may not have.
+    # `system` and `topology` are settings of sharded layouts, which many targets do not have.
     paths = [path for path in followed() if path.startswith(("model.", "run.", "reload"))]
     return ", ".join(path for path in paths if path not in follows)
 
 
 def _show_silent(totals: CampaignTotals, plan: Plan, *, is_own: bool) -> None:
-    """Print inconclusive cases by check, and quantities that the target did not report."""
+    """Print inconclusive cases by check, unreported quantities and settings never generated."""
     for name, count in sorted(totals.counts.unproved.items()):
         click.echo(f"Inconclusive by {name}: {_counted(count, 'case')}; zero-sim explain {name}")
     if totals.counts.unobserved:
@@ -160,19 +161,19 @@ def _show_silent(totals: CampaignTotals, plan: Plan, *, is_own: bool) -> None:
         click.echo(printable(f"Not observed, because the target does not report it: {silent}"))
     if skipped := _not_generated(plan, is_own=is_own):
         click.echo(printable(f"Not generated, because the target does not follow it: {skipped}"))
-    # Rules that were inferred: the user should declare them if they are right.
+    # Print inferred rules, because the user should declare them if they are right.
     for taken in sorted(totals.counts.taken):
         click.echo(printable(taken))
 
 
 def _case_of(found: Found) -> str:
-    """Return the case of a finding as TOML, without defaults if this version can read it."""
+    """Return a finding's case as TOML, without defaults if this version can read the case."""
     from zero_sim.scenario.dump import to_chosen_toml
 
     try:
         return to_chosen_toml(found.case_again())
     except ScenarioError:
-        return found.scenario  # Written by another version with other settings.
+        return found.scenario  # Another version wrote it, with other settings.
 
 
 def _counted(count: int, word: str) -> str:
@@ -180,22 +181,22 @@ def _counted(count: int, word: str) -> str:
 
 
 def _shares(found: Found, totals: CampaignTotals) -> bool:
-    """Return True if a case of this finding may also count for another finding."""
+    """Return True if a case with this finding may also count for another finding."""
     keys = [key for key in totals.counts.keys if found.is_met_by(key)]
     others = (each for each in totals.found if each is not found)
     return any(each.is_met_by(key) for each in others for key in keys)
 
 
 def _largest_first(found: Sequence[Found]) -> list[Found]:
-    """Return findings grouped by check, the largest difference first in each group."""
-    # The largest difference is the easiest to understand, and smaller ones may share its cause.
-    # Reversed, so that of each check the first place is kept.
+    """Return findings grouped by check, largest difference first."""
+    # The largest difference is the easiest to understand, and smaller differences may share its
+    # cause. Reversed, so that each check keeps its first position.
     checks = {each.key.check: place for place, each in reversed([*enumerate(found)])}
     return sorted(found, key=lambda each: (checks[each.key.check], -each.apart))
 
 
 def _show_heading(found: Found, totals: CampaignTotals) -> None:
-    """Print the heading that findings of one check share, above the first of several."""
+    """Print a heading above the first of several findings with the same check."""
     alike = _largest_first([each for each in totals.found if each.key.check == found.key.check])
     if len(alike) > 1 and alike[0] is found:
         click.echo(
@@ -213,12 +214,12 @@ def show_totals(
         totals: Results.
         plan: Settings of the campaign.
         elapsed: Seconds.
-        coverage: True to print features and pairs that were drawn, and those that never were.
-        is_own: True if the user named the target, and not a corpus.
+        coverage: True to print features and pairs, drawn and never drawn.
+        is_own: True if the user named the target; False if a corpus did.
     """
     again = _resume_command(plan)
-    # Earlier findings, new findings, lost batches, coverage, totals; the verdict comes last, where
-    # a terminal still shows it.
+    # Earlier findings, new findings, lost batches, coverage, totals. The verdict comes last,
+    # because a terminal shows the end.
     _show_rechecked(totals, plan=plan)
     for found in _largest_first(totals.found):
         _show_heading(found, totals)

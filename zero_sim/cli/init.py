@@ -1,4 +1,4 @@
-"""The command `zero-sim init`: working files to start from."""
+"""The command `zero-sim init`: write working files to start from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 from zero_sim.cli.parts import FOLDER
 from zero_sim.errors import UsageError
 
-# Files of `templates/` by option.
+# Files in `templates/` by option.
 _FILES = {
     "engine": ("engine.py", "test_engine.py", "engine.toml"),
     "script": ("train.py",),
@@ -34,10 +34,10 @@ _NEXT = {
 @click.option("--script", is_flag=True, help="A training script for `zero-sim torchrun`.")
 @click.option("--test", is_flag=True, help="Tests that run on several ranks, for pytest.")
 def init(folder: Path, engine: bool, script: bool, test: bool) -> None:
-    """Write a first engine, script or test that passes as it is.
+    """Write an engine, script or test to start from.
 
-    Files go to DIR, by default the current folder. Replace the code in them with yours. Existing
-    files are never overwritten.
+    The files work without changes; replace the code in them with yours. DIR is the current folder
+    by default. Existing files are never overwritten.
 
     \b
     Examples:
@@ -46,7 +46,7 @@ def init(folder: Path, engine: bool, script: bool, test: bool) -> None:
     """
     chosen = {"engine": engine or not (script or test), "script": script, "test": test}
     kinds = [kind for kind, is_chosen in chosen.items() if is_chosen]
-    # Check all names before the first write, so that nothing is half done.
+    # Check all names before the first write, so that either all files are written or none.
     names = [name for kind in kinds for name in _FILES[kind]]
     if existing := [name for name in names if (folder / name).exists()]:
         raise UsageError(
@@ -56,7 +56,7 @@ def init(folder: Path, engine: bool, script: bool, test: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     templates = resources.files("zero_sim.cli").joinpath("templates")
     for name in names:
-        # Mode x never replaces a file that another process wrote after the check above.
+        # Mode x refuses a file that another process wrote after the check above.
         with (folder / name).open("x", encoding="utf-8") as file:
             file.write(templates.joinpath(name).read_text("utf-8"))
         click.echo(f"wrote {folder / name}")

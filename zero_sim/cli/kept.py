@@ -1,4 +1,4 @@
-"""`zero-sim doctor --target`: globals of a library that ranks in one process would share."""
+"""`zero-sim doctor --target`: find library globals that simulated ranks would share."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ if TYPE_CHECKING:
 
 
 def tell_kept_names(name: str, *, packages: Sequence[str]) -> int:
-    """Find per-process state of a target's library, print its declaration, return the exit status.
+    """Find per-process state in a target's library, print its declaration, return the exit status.
 
     Args:
         name: Name of the target.
-        packages: Top-level packages to search; if empty, the library of the target, or the package
-            of its module.
+        packages: Top-level packages to search. If empty, the target's library or own package.
 
     Raises:
-        UsageError: The target supports no case of two ranks.
+        UsageError: The target supports no case on two ranks.
     """
     with packages_needed():
         from zero_sim.rules.rank_globals import find_kept_names
@@ -47,7 +46,7 @@ def tell_kept_names(name: str, *, packages: Sequence[str]) -> int:
 
 
 def _own_packages(target: Target) -> tuple[str, ...]:
-    # A target of a library names its package; any other is searched in its own one.
+    # A library target names its package. For any other target, search its own package.
     library = getattr(target, "library", None)
     if library is not None:
         return (library.package.partition(".")[0],)
@@ -55,15 +54,15 @@ def _own_packages(target: Target) -> tuple[str, ...]:
 
 
 def _cases(target: Target) -> Iterator[Scenario]:
-    """Yield a case of two ranks for each stage that the target supports."""
-    # Two ranks suffice: state that is shared at all is shared by two. Tiny params keep it fast.
+    """Yield a case on two ranks for each stage that the target supports."""
+    # Two ranks suffice to share state. Tiny params keep the cases fast.
     from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
     from zero_sim.targets import capabilities_of, refusals
 
     able = capabilities_of(target)
-    # Two micro-batches if possible, so that state between them shows too.
+    # Two micro-batches if possible, to detect state between micro-batches too.
     micro_batches = 2 if "run.micro_batches" in able.follows else 1
-    # A target without a known order gets the default, which is then hidden from the judge.
+    # If the target has no known order, use the default order and hide it from the judge.
     order = (*able.known_orders, WorldSpec().order)[0]
     for stage in able.stages:
         case = Scenario(
@@ -79,7 +78,7 @@ def _cases(target: Target) -> Iterator[Scenario]:
 
 
 def _lines(found: KeptNames) -> Iterator[str]:
-    """Yield the counts, the verdict of each case, and the declaration as Python to paste."""
+    """Yield counts, verdicts, and the declaration as Python to paste."""
     cases = len(found.results)
     yield (
         f"{found.looked_at:,} names of {', '.join(found.packages)} were swapped between two ranks "
@@ -96,7 +95,7 @@ def _lines(found: KeptNames) -> Iterator[str]:
     yield ""
     yield "rank_local = RankLocal("
     yield "    names=("
-    # repr would quote with ', which formatters of the pasted code change.
+    # repr would quote with ', and formatters would change it in the pasted code.
     yield from (f'        "{name}",' for name in found.names)
     yield "    )"
     yield ")"

@@ -1,10 +1,10 @@
 """The command line: thin commands over `scenario`, `run` and `report`.
 
-Exit status: 0 all cases passed; 1 a case failed, or an unexpected exception stopped one; 2 a usage
-or scenario error; 3 a case was inconclusive; 4 this machine cannot run a case; 5 nothing was
-selected; 130 interrupted, by Ctrl-C, SIGTERM or SIGHUP. If several apply, the first of 1, 2, 4, 3.
+Exit status: 0 all cases passed; 1 a case failed or crashed; 2 a usage or scenario error; 3 a case
+was inconclusive; 4 this machine cannot run a case; 5 nothing was selected; 130 interrupted by
+Ctrl-C, SIGTERM or SIGHUP. If several of these apply, 1 beats 2, 2 beats 4, and 4 beats 3.
 
-Commands import torch in their bodies, because its import takes seconds and `--help` needs none.
+Commands import torch in their bodies, because this import takes seconds and `--help` works without.
 """
 
 from __future__ import annotations
@@ -76,17 +76,17 @@ GROUPS = {
     "Costs": ("memory", "traffic"),
     "Project": ("doctor", "schema", "bench", "mutants"),
 }
-"""Commands by their heading in `--help`."""
+"""Command names by `--help` heading."""
 
 
 class _Commands(click.Group):
-    """Root command that turns our errors into one message and an exit status.
+    """Root command, which turns our errors into a message and an exit status.
 
     A traceback means a bug in zero_sim.
     """
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands by group, each with the whole first line of its help."""
+        """List the commands by group, each with the first line of its help in full."""
         for heading, names in GROUPS.items():
             # By default, click cuts a help line after 45 characters.
             lines = [(name, self.commands[name].get_short_help_str(200)) for name in names]
@@ -95,12 +95,12 @@ class _Commands(click.Group):
 
     def main(self, *args: Any, **options: Any) -> Any:
         """Run the command of this process, or the given arguments."""
-        # Tests and embedders pass arguments: their process keeps its own signals and collector.
+        # Tests and embedders pass arguments. Their signals and garbage collector are left alone.
         if args or options:
             return super().main(*args, **options)
         collect_seldom()
-        # A target of the user's may kill or hang its process, so a supervisor starts a child for
-        # it. The child attaches to its supervisor and goes on below.
+        # A user's target may kill or hang this process, so a supervisor runs it in a child. The
+        # child attaches to its supervisor and goes on below.
         target = supervisor.foreign_target(sys.argv[1:])
         if not supervisor.attach() and target:
             sys.exit(supervisor.supervise(target))
@@ -108,7 +108,7 @@ class _Commands(click.Group):
         try:
             return super().main()
         except SystemExit as ended:
-            # As Python does: None is status 0, and a message as the code is status 1.
+            # Like Python itself: None becomes status 0, a message becomes 1.
             supervisor.confirm(ended.code if isinstance(ended.code, int) else int(bool(ended.code)))
             raise
 
@@ -118,7 +118,7 @@ class _Commands(click.Group):
                 supervisor.listen()
                 return super().invoke(ctx)
         except ZeroSimError as error:
-            # A message may quote names of untrusted files, with control characters in them.
+            # A message may quote untrusted file names, which may contain control characters.
             click.echo(printable(f"Error: {error.report}", lines=True), err=True)
             ctx.exit(error.exit_status)
         except KeyboardInterrupt:
@@ -129,12 +129,12 @@ class _Commands(click.Group):
         except OSError as error:
             if error.errno == errno.EPIPE:
                 raise  # The reader closed the pipe, as `head` does: click exits silently.
-            # Files of reports raise our own errors, so this one is of any other file or stream.
+            # Report files raise our own errors, so this error comes from another file or stream.
             where = error.filename or "a file or pipe"
             failed = unwritten("output or read input", where, error)
             click.echo(printable(f"Error: {failed}", lines=True), err=True)
             ctx.exit(failed.exit_status)
-        # click's own exits are no SystemExit here, so this one comes from code under test.
+        # click does not exit by SystemExit here, so this exit comes from code under test.
         except SystemExit as ended:
             message = (
                 "Error: expected the command to finish, got code under test that ended the "
@@ -145,13 +145,13 @@ class _Commands(click.Group):
 
 
 def _end_soon() -> None:
-    """End the process soon, even if a rank is in code that cannot be interrupted."""
+    """End the process in two seconds, even if a rank is in code that ignores interrupts."""
 
     def end() -> None:
-        # The end below skips Python's own flush at exit.
+        # `end_process` skips the flush that Python does at exit.
         sys.stdout.flush()
         click.echo("Interrupted.", err=True)
-        # sys.exit would only end the thread of the timer.
+        # sys.exit would only end the timer's thread.
         supervisor.end_process(EXIT_INTERRUPTED)
 
     timer = threading.Timer(END_SECONDS, end)
@@ -173,7 +173,7 @@ def main() -> None:
     "expression",
     metavar="EXPR",
     default="",
-    help="Run only cases whose id matches: words with and, or, not and ().",
+    help="Run only cases whose id matches EXPR: words with and, or, not and ().",
 )
 @takes(Asked, "asked")
 @takes(Outputs, "outputs")
@@ -181,10 +181,10 @@ def main() -> None:
 def run(
     ctx: click.Context, paths: tuple[str, ...], expression: str, asked: Asked, outputs: Outputs
 ) -> None:
-    """Judge the scenarios in files or folders.
+    """Judge scenarios.
 
-    Each PATH is a scenario file, or a folder to search for them. Without a PATH, the small
-    scenarios that ship with zero-sim run.
+    PATH is a scenario file or a folder of scenario files. Without a PATH, runs the small scenarios
+    that ship with zero-sim.
 
     Exit status: 0 all passed, 1 a case failed, 2 a scenario or the usage is wrong, 3 a case was
     inconclusive, 4 this machine cannot run a case, 5 nothing was selected.
@@ -198,7 +198,7 @@ def run(
     """
     from zero_sim.scenario.discover import discover
 
-    # Files first: a wrong path or expression is reported without importing torch.
+    # Files first, so that a wrong path or expression is reported before torch is imported.
     found = discover(paths or [_shipped_scenarios()], expression=expression)
     session = Session(asked=asked, outputs=outputs, junit=outputs.junit, errors=found.errors)
     if not found.cases and not found.errors:
@@ -206,7 +206,7 @@ def run(
         ctx.exit(session.finish_empty(have))
     asked.check(traced=outputs.trace is not None)
     cases = [asked.of_target(case) for case in found.cases]
-    # Real processes have their own selection and judge.
+    # Real processes select cases by what their backend can run, and have their own judge.
     if asked.backend == "sim":
         chosen = session.select(cases, lambda scenario: "")
         judging = partial(_open_judge, [asked.as_asked(case.scenario) for case in chosen], session)
@@ -227,14 +227,14 @@ def run(
 
 
 def _shipped_scenarios() -> Path:
-    """Return the folder of the shipped scenarios: in the wheel, or in a checkout."""
+    """Return the folder of the shipped scenarios in the wheel or in a checkout."""
     package = Path(zero_sim.__file__).parent
     shipped = package / "smoke"
     return shipped if shipped.is_dir() else package.parent / "scenarios" / "smoke"
 
 
 def _open_judge(cases: Sequence[Scenario], session: Session) -> AbstractContextManager[Judge]:
-    """Return a judge for the cases; imports torch only now, when there is a case to judge."""
+    """Return a judge for the cases."""
     with packages_needed():
         from zero_sim.rules.judging import EXPLAINER
         from zero_sim.run import judges
@@ -242,7 +242,7 @@ def _open_judge(cases: Sequence[Scenario], session: Session) -> AbstractContextM
     chosen = judges.Chosen(
         keep_logs=traced, device=asked.device, target=asked.target, explainer=EXPLAINER
     )
-    # One case gains nothing from a worker process, which would import torch again.
+    # A worker process imports torch again, which does not pay for a single case.
     if asked.jobs > 1 and len(cases) > 1:
         return judges.JobsJudge(cases, jobs=asked.jobs, chosen=chosen)
     return judges.open_judge(chosen)
@@ -272,12 +272,16 @@ class _Freezing:
 @bundles_option
 @takes(_Freezing, "freezing")
 @click.option(
-    "--target", metavar="MODULE:NAME", help="System under test, if the bundle has an imported one."
+    "--target",
+    metavar="MODULE:NAME",
+    help="System under test. Required if the bundle's target was imported.",
 )
 @click.option(
-    "--device", metavar="NAME", help="Device to compute on.  [default: the bundle's device]"
+    "--device", metavar="NAME", help="Device for the run.  [default: the bundle's device]"
 )
-@click.option("--trust", is_flag=True, help="Run the script in a bundle of `torchrun --against`.")
+@click.option(
+    "--trust", is_flag=True, help="Allow the script in a `torchrun --against` bundle to run."
+)
 @own_options
 @json_option
 @click.pass_context
@@ -294,11 +298,11 @@ def replay(
 ) -> None:
     """Repeat a failed case from its bundle, turn by turn.
 
-    Prints FIXED, FAILED or ERROR. The case runs on its original device. A case of gloo or nccl
-    runs on as many processes again, without a fixed order of turns.
+    Prints FIXED, FAILED or ERROR. A gloo or nccl case runs on the same number of processes again,
+    but in no fixed order.
 
     Exit status: 0 the case passes now, 1 it fails, 2 the bundle cannot be read or its case is
-    refused, 3 the case is inconclusive now, 4 this machine cannot run it.
+    refused, 3 the case is inconclusive, 4 this machine cannot run it.
 
     \b
     Examples:
@@ -320,7 +324,7 @@ def replay(
         bundle = replace(bundle, scenario=with_options(bundle.scenario, own))
     system = None if target is None else import_target(target)
     path = None
-    # Before the replay, so that a name that is taken costs no run.
+    # Before the replay, so that an existing file is refused at once.
     if freezing.frozen:
         path = frozen_path(
             bundle, folder=freezing.folder, name=freezing.file_name, force=freezing.force
@@ -328,7 +332,7 @@ def replay(
         freeze(bundle, path)
     with stdout_for(as_json=as_json), progress(f"replay {bundle.id}  {bundle.scenario.name}"):
         replayed = replay_bundle(bundle, target=system, device=device)
-    # The command to print has the same options, so that it repeats this replay.
+    # Print a command with the same options, so that it repeats this replay.
     on = device or bundle.ran.device_named
     again = replay_command(name, bundles=bundles, target=target, device=on)
     again = " ".join([again, *own_options_again(own)])
@@ -336,7 +340,7 @@ def replay(
         where = {"frozen": None if path is None else str(path), "replay": again}
         echo_report({**replayed.as_dict(), **where})
     else:
-        # The colours of verdicts: a fixed case is green.
+        # `coloured` takes verdicts. FIXED is green, like a pass.
         colour = {"fixed": "pass", "failed": "fail", "error": "error"}[replayed.outcome]
         click.echo(coloured(render_replay(replayed), colour))
         if replayed.outcome != "fixed":
@@ -387,7 +391,7 @@ def export(name: str, bundles: Path, chrome: Path | None, flight_recorder: Path 
         write_chrome_trace(chrome, bundle.logs, name=bundle.scenario.name)
         click.echo(f"{chrome}: open it in https://ui.perfetto.dev")
     if flight_recorder is not None:
-        # A case that reloads runs in several worlds. The finding stopped the last one.
+        # A case with `reload` runs in several worlds. The finding stopped the last world.
         files = write_flight_recorder(flight_recorder, bundle.logs[-1])
         click.echo(f"{flight_recorder}: {len(files)} dumps; try `torchfrtrace {flight_recorder}`")
 
@@ -420,7 +424,7 @@ def schema(what: str) -> None:
         with packages_needed():
             echo_json(output_schema(what))
         return
-    # Verdicts of scripts have records of their own, outside of report/schemas.
+    # Script verdicts have their own records, outside report/schemas.
     if what == "torchrun":
         with packages_needed():
             from zero_sim.against.text import verdicts_schema
@@ -455,16 +459,16 @@ def schema(what: str) -> None:
 @click.option(
     "--target",
     metavar="NAME|MODULE:NAME",
-    help="Instead, find globals of this target's library that ranks in one process would share, "
-    "and print the declaration that separates them.",
+    help="Instead, find globals of this target's library that simulated ranks would share, and "
+    "print the declaration that keeps them apart.",
 )
 @click.option(
     "--package",
     "packages",
     multiple=True,
     metavar="NAME",
-    help="A top-level package for --target to search. Repeatable.  [default: the target's "
-    "library, or its own package]",
+    help="Top-level package for --target to search. Repeatable.  [default: the target's library, "
+    "or the target's own package]",
 )
 @click.pass_context
 def doctor(
@@ -490,14 +494,14 @@ def doctor(
     if target is not None:
         if as_json or gpu:
             raise UsageError("expected --target without --json and --gpu. Try it by itself.")
-        # Python to paste into the target, hence no JSON.
+        # The output is Python to paste into the target, hence no JSON.
         ctx.exit(tell_kept_names(target, packages=packages))
     require_with(ctx, "--target", "packages", given=False)
     if gpu:
         if as_json:
             raise UsageError("expected --gpu without --json: its report is JSON. Try --gpu-report.")
         ctx.exit(_visit(gpu_report, only=only))
-    # Options of --gpu without it would have no effect.
+    # These options have no effect without --gpu.
     require_with(ctx, "--gpu", "only", "gpu_report", given=False)
     from zero_sim.doctor import examine
     from zero_sim.report.records import render_facts
@@ -507,13 +511,13 @@ def doctor(
         echo_report({"facts": facts})
     else:
         click.echo(render_facts(facts))
-    # Optional parts may be missing: only required ones decide the status.
+    # Only required facts decide the status: optional parts may be missing.
     can_run = all(fact.ok for fact in facts if fact.required)
     ctx.exit(0 if can_run else EnvironmentProblem.exit_status)
 
 
 def _visit(report: Path, *, only: Sequence[str]) -> int:
-    """Run the steps of `doctor --gpu`, and return the exit status."""
+    """Run `doctor --gpu` and return the exit status."""
     with packages_needed():
         from zero_sim.visit import Step, bundles_of, visit
 
@@ -523,7 +527,7 @@ def _visit(report: Path, *, only: Sequence[str]) -> int:
         for line in step.told:
             click.echo(printable(f"      {line}"))
 
-    # Steps are printed as they end, because they take minutes.
+    # Print each step when it ends, because steps take minutes.
     steps = visit(report, only=only, tell=tell)
     kept = sum(bool(failure.get("bundle")) for step in steps for failure in step.failures)
     click.echo(

@@ -1,4 +1,4 @@
-"""The command `zero-sim mutants`: the share of deliberate faults that zero-sim finds."""
+"""The command `zero-sim mutants`: count the deliberate faults that zero-sim finds."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from zero_sim.host.packages import packages_needed
 
 @click.command()
 @click.argument("ids", metavar="[ID...]", nargs=-1)
-@click.option("--class", "kind", metavar="CLASS", help="Only mutants of a class, such as NORM.")
-@click.option("--core", is_flag=True, help="Only the core set of mutants.")
+@click.option("--class", "kind", metavar="CLASS", help="Only mutants of this class, such as NORM.")
+@click.option("--core", is_flag=True, help="Only the core mutants.")
 @click.option(
     "--cases",
     type=click.IntRange(min=1),
     default=2000,
     show_default=True,
-    help="Give up on a mutant after so many cases.",
+    help="Cases per mutant before giving up.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the cases.")
 @cores_option
 @click.option(
     "--every-case",
     is_flag=True,
-    help="Judge cases in the order in which they are drawn. By default, cases without the features "
-    "of a mutant's smallest known case come last. This takes a fifth of the time, but the case "
-    "reported may not be the first that finds the mutant.",
+    help="Judge cases in the order in which they are drawn. By default, cases that lack features "
+    "of the mutant's smallest known case come last. This takes a fifth of the time, but may "
+    "report a later case than the first that finds the mutant.",
 )
 @click.option("--shrink", is_flag=True, help="Find the smallest case that detects each mutant.")
 @click.option(
     "--record",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="With --shrink: write the smallest case of each mutant into FILE, such as the shipped "
+    help="With --shrink: write the smallest case of each mutant to FILE, such as the shipped "
     "zero_sim/mutants/smallest.json. Entries of other mutants stay.",
 )
 @json_option
@@ -61,10 +61,10 @@ def mutants(
     record: Path | None,
     as_json: bool,
 ) -> None:
-    """Break zero-sim's own system on purpose and count what is found.
+    """Break zero-sim's own system on purpose and count the faults found.
 
-    Exit status: 0 all were found, 1 one survived, 2 the usage is wrong, 130 interrupted. After an
-    interrupt, the score covers the mutants that were tried.
+    Exit status: 0 all were found, 1 a mutant survived, 2 the usage is wrong, 130 interrupted. After
+    an interrupt, the score covers the mutants tried so far.
 
     \b
     Examples:
@@ -84,7 +84,7 @@ def mutants(
     if not chosen:
         click.echo("Nothing selected.", err=True)
         ctx.exit(EXIT_NOTHING_SELECTED)
-    # Workers get ids and find the mutants themselves.
+    # Workers receive ids, because mutants cannot be pickled.
     by_id = {mutant.id: mutant for mutant in chosen}
     started, trials = time.perf_counter(), []
     budget = Budget(cases_max=cases, seed=seed, shrinks=shrink, every_case=every_case)
@@ -92,12 +92,12 @@ def mutants(
     try:
         for trial in run_campaign(tuple(by_id), budget=budget, jobs=jobs):
             trials.append(trial)
-            # After each one, because a full run takes long and may be interrupted.
+            # Record after each mutant, because a full run takes long and may be interrupted.
             if record is not None:
                 record_smallest([trial], record)
             if not as_json:
                 click.echo(render_trial(trial, by_id[trial.id]))
-    # The score of the mutants tried so far is worth printing.
+    # Print the score of the mutants tried so far.
     except KeyboardInterrupt:
         interrupted = True
     score = score_of(trials, chosen, seconds=time.perf_counter() - started)

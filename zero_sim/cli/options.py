@@ -1,4 +1,4 @@
-"""Options of `zero-sim run` that override scenarios, and options of a target's own."""
+"""Options of `zero-sim run` that override scenarios, and targets' own options."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 UNKNOWN_ORDER = ("any", "unknown")
 """Values of `--order` that hide the order from the judge."""
-# `world.order` of these cases. In the simulated world, a random tree, because bounds must hold for
-# irregular orders too. On processes it is only a label: the library chooses.
+# `world.order` for an unknown order. In the simulated world it is a random tree, because bounds
+# must hold for irregular orders too. On processes it is only a label: the library chooses.
 _OWN_ORDERS = {"sim": "random-tree", "gloo": "gloo", "nccl": "nccl-ring"}
 _OWN_OPTION: dict[str, Any] = {
     "multiple": True,
     "metavar": "NAME=VALUE",
-    "help": "Set an option of the target's own, overriding the case's value. Repeatable.",
+    "help": "Set one of the target's own options, overriding the case. Repeatable.",
 }
 own_options = click.option("--option", "said", **_OWN_OPTION)
 
@@ -37,7 +37,7 @@ def parse_own_options(said: Sequence[str]) -> dict[str, str]:
     """
     parsed: dict[str, str] = {}
     for each in said:
-        # Only the first = separates, so a value may contain others.
+        # Only the first = separates, so a value may contain =.
         name, equals, value = each.partition("=")
         if not name or not equals:
             raise UsageError(
@@ -49,12 +49,12 @@ def parse_own_options(said: Sequence[str]) -> dict[str, str]:
 
 def own_options_again(said: Mapping[str, str]) -> list[str]:
     """Return command line words that set the same options."""
-    # One value per name: of a repeated name, the last value was kept.
+    # One value per name: if a name was repeated, its last value counts.
     return [word for name, value in said.items() for word in ("--option", f"{name}={value}")]
 
 
 def imported(target: str | None) -> str | None:
-    """Return a target `module:name` as is; None if it is registered or omitted."""
+    """Return a target that is written as `module:name`, else None."""
     return target if target is not None and ":" in target else None
 
 
@@ -62,7 +62,7 @@ def with_target(scenario: Scenario, target: str | None, said: Sequence[str]) -> 
     """Return the case with the target and the target's own options set.
 
     Args:
-        scenario: Any case.
+        scenario: The case.
         target: Value of `--target`.
         said: Values of `--option`.
     """
@@ -70,8 +70,8 @@ def with_target(scenario: Scenario, target: str | None, said: Sequence[str]) -> 
 
     if own := parse_own_options(said):
         scenario = with_options(scenario, own)
-    # A bundle names its registered target. An imported one is not named in a case, because a file
-    # must not decide which code is imported.
+    # Only registered targets are named in a case, because a file must not decide which code is
+    # imported.
     if target is None or imported(target):
         return scenario
     return replace(scenario, system=replace(scenario.system, target=target))
@@ -130,7 +130,7 @@ class Asked:
     )
 
     def check(self, *, traced: bool) -> None:
-        """Refuse combinations of options that have no meaning.
+        """Refuse meaningless combinations of options.
 
         Args:
             traced: True if `--trace` is given.
@@ -146,7 +146,7 @@ class Asked:
                     "--backend gloo, or remove --native."
                 )
             return
-        # Refuse options without effect on processes, because ignoring them would mislead.
+        # Refuse options without effect on processes: ignoring them would mislead.
         for name, given, why in (
             ("--device", self.device != "cpu", "gloo computes on the CPU, nccl on each rank's GPU"),
             ("--trace", traced, "only the simulated world records events"),
@@ -159,10 +159,10 @@ class Asked:
 
     @property
     def world(self) -> Mapping[str, Any]:
-        """Fields of `world` that override the scenarios'.
+        """Overrides for the fields of `world`.
 
         Raises:
-            UsageError: The order is unknown; lists the known ones.
+            UsageError: The order is unknown. The message lists the known orders.
         """
         from zero_sim.scenario.spec import OrderName
         from zero_sim.scenario.suggest import nearest
@@ -170,7 +170,7 @@ class Asked:
         known = get_args(OrderName)
         if self.order is None:
             return {}
-        # The world still adds in some order; `order_known` hides it from the judge only.
+        # The world still adds in this order; `order_known` only hides it from the judge.
         if self.order in UNKNOWN_ORDER:
             return {"order": _OWN_ORDERS[self.backend], "order_known": False}
         if self.order not in known:
@@ -180,7 +180,7 @@ class Asked:
 
     @property
     def again(self) -> list[str]:
-        """Command line words for the same verdict, other than target and stall limit."""
+        """Command line words that repeat these overrides, without target and stall limit."""
         # Only non-default values, to keep the printed command short.
         words = [] if self.backend == "sim" else ["--backend", self.backend]
         if self.order is not None:
@@ -191,17 +191,17 @@ class Asked:
         return [*words, *native, *own_options_again(parse_own_options(self.said))]
 
     def of_target(self, case: Case) -> Case:
-        """Return the case with the chosen target and its options."""
+        """Return the case with the target and its options set."""
         return replace(case, scenario=with_target(case.scenario, self.target, self.said))
 
     def in_world(self, scenario: Scenario) -> Scenario:
-        """Return the scenario with the chosen summation order."""
+        """Return the scenario with the summation order set."""
         return replace(scenario, world=replace(scenario.world, **self.world))
 
     def as_asked(self, scenario: Scenario) -> Scenario:
         """Return the scenario with all overrides."""
-        # The stall limit is no part of `in_world`, because a bundle must not keep it: it depends on
-        # the machine.
+        # `in_world` sets no stall limit, because this limit depends on the machine and must not get
+        # into a bundle.
         scenario = self.in_world(scenario)
         if self.stall_seconds is None:
             return scenario
@@ -218,7 +218,7 @@ class Asked:
         """Return why the case's own target cannot run here; empty if it can."""
         from zero_sim.scenario.spec import SystemSpec
 
-        # A missing target of --target is an error, and our own is never missing.
+        # A missing --target is an error, and our own system is never missing.
         if self.target is not None or scenario.system.target == SystemSpec().target:
             return ""
         with packages_needed():
@@ -228,15 +228,17 @@ class Asked:
         return why_missing(find_target(scenario.system.target))
 
     def why_refused(self, scenario: Scenario, *, as_written: Scenario) -> str:
-        """Return why to skip a case that its target refuses; empty if it is to be judged.
+        """Return why to skip a case; empty to judge it.
 
-        Cases are skipped for the order of `--order`, and for any reason with `--able`.
+        A case is skipped if its target refuses it because of `--order`, or with `--able` for any
+        reason.
 
         Args:
             scenario: The case with all overrides.
-            as_written: The case of the file.
+            as_written: The case in the file.
         """
-        # Without these options, a refused case is the user's mistake: judging it reports that.
+        # Without these options, a refused case is the user's mistake, and judging it reports the
+        # mistake.
         if self.order is None and not self.able:
             return ""
         with packages_needed():
@@ -244,7 +246,7 @@ class Asked:
         # Cases name their registered target; see `with_target`.
         target = import_target(imported(self.target) or scenario.system.target)
         problems = refusals(target, scenario)
-        # Blame --order only if the case fits the target without it.
+        # Blame --order only if the target accepts the case without it.
         if problems and self.order is not None and not refusals(target, as_written):
             if self.order in UNKNOWN_ORDER:
                 paths = ", ".join(problem.path for problem in problems)
@@ -256,10 +258,10 @@ class Asked:
 
 
 def left_out_lines(counts: Mapping[str, int]) -> list[str]:
-    """Return a line for each reason for which cases were left out.
+    """Return a line for each reason that left out cases.
 
     Args:
-        counts: Number of cases, by reason.
+        counts: Number of cases by reason.
     """
     return [
         f"{count} case{'' if count == 1 else 's'} left out: {reason}"

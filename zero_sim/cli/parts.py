@@ -20,20 +20,20 @@ from click.core import ParameterSource
 from zero_sim.errors import UsageError
 from zero_sim.report.commands import DEFAULT_BUNDLES
 
-# pytest's status if no test was collected, and the shell's after SIGINT (128 + 2).
+# pytest's status if it collects no test, and the shell's status after SIGINT (128 + 2).
 EXIT_NOTHING_SELECTED = 5
 EXIT_INTERRUPTED = 130
 
 
 def a_number(_: click.Context, option: click.Parameter, value: float | None) -> float | None:
-    """Refuse NaN; a callback for options of numbers."""
+    """Refuse NaN; a callback for number options."""
     # click's ranges accept NaN, because every comparison with it is False.
     if value is not None and math.isnan(value):
         raise click.BadParameter("expected a number, got nan.", param=option)
     return value
 
 
-# Types and settings of options that several commands have, so that their help texts agree.
+# Options of several commands, defined once so that their help texts agree.
 FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
 BUNDLES: dict[str, Any] = {
@@ -41,14 +41,14 @@ BUNDLES: dict[str, Any] = {
     "default": DEFAULT_BUNDLES,
     "show_default": True,
     "metavar": "DIR",
-    "help": "Folder with the bundles of failing cases.",
+    "help": "Folder for bundles of failed cases.",
 }
 DEVICE: dict[str, Any] = {
     "metavar": "NAME",
     "default": "cpu",
     "show_default": True,
-    "help": "Device of the simulated ranks and the reference: cpu, cuda, cuda:1, or any other "
-    "device of torch.",
+    "help": "Device for the simulated ranks and the reference: cpu, cuda, cuda:1, or any other "
+    "torch device.",
 }
 JSON: dict[str, Any] = {"is_flag": True, "help": "Print one JSON object on stdout, nothing else."}
 STALL_SECONDS: dict[str, Any] = {
@@ -70,7 +70,7 @@ Command = Callable[..., Any]
 
 
 def option(*names: str, **settings: Any) -> Any:
-    """Return a dataclass field that is a command line option, for `takes`.
+    """Return a dataclass field for a command line option; see `takes`.
 
     Args:
         names: Names on the command line, such as `--order`.
@@ -80,17 +80,17 @@ def option(*names: str, **settings: Any) -> Any:
 
 
 def takes(record: type[Any], name: str) -> Callable[[Command], Command]:
-    """Return a decorator that gives a command a record of options in one parameter.
+    """Return a decorator that passes a record of options to a command.
 
     Args:
-        record: A dataclass whose fields are all made by `option`.
-        name: Parameter of the command for the record.
+        record: Dataclass with a field made by `option` for each option.
+        name: Parameter that receives the record.
     """
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def packed(**values: Any) -> Any:
-            # click passes all options by name; those of the record are taken out.
+            # click passes all options by name, so move the record's options into the record.
             chosen = record(**{each.name: values.pop(each.name) for each in fields(record)})
             return command(**{name: chosen}, **values)
 
@@ -104,7 +104,8 @@ def takes(record: type[Any], name: str) -> Callable[[Command], Command]:
 
 
 def stdout_for(*, as_json: bool) -> AbstractContextManager[object]:
-    """Return a context that sends prints of models to stderr if stdout must be pure JSON."""
+    """Return a context that redirects stdout to stderr if `as_json` is True."""
+    # Models under test may print, but stdout must be pure JSON.
     return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
 
 
@@ -113,14 +114,14 @@ def require_with(ctx: click.Context, flag: str, *names: str, given: bool) -> Non
 
     Args:
         ctx: Context of the command.
-        flag: The required option, such as `--freeze`.
-        names: Parameters of the command that require it.
-        given: True if the required option was given.
+        flag: Required option, such as `--freeze`.
+        names: Parameters that require this option.
+        given: True if the user gave the required option.
 
     Raises:
-        UsageError: A parameter was given without its required option.
+        UsageError: A parameter was given without the required option.
     """
-    # The source, not the value, because a value may equal its default.
+    # Look at the source, because a given value may equal the default.
     for param in ctx.command.params:
         on_line = ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
         if on_line and param.name in names and not given:
@@ -128,12 +129,12 @@ def require_with(ctx: click.Context, flag: str, *names: str, given: bool) -> Non
 
 
 def echo_json(value: object) -> None:
-    """Print a value as JSON on stdout; dataclasses in it as objects."""
+    """Print a value as JSON on stdout. Dataclasses become objects."""
     click.echo(json.dumps(value, indent=2, default=asdict))
 
 
 def echo_report(value: Mapping[str, object]) -> None:
-    """Print the report of a command as JSON on stdout, with the version of its schema."""
+    """Print a command's report as JSON on stdout, with its schema version."""
     from zero_sim.report.schemas import versioned
 
     echo_json(versioned(value))

@@ -1,4 +1,4 @@
-"""The command `zero-sim rules`: find the declaration of a target by running small cases."""
+"""The command `zero-sim rules`: find a target's declaration by running small cases."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zero_sim.rules.report import FoundRules
 
 EXIT_WRONG = 1
-# Columns of a comment at most.
+# Maximum columns of a comment.
 _WIDTH = 88
 
 
@@ -34,13 +34,13 @@ def rules(ctx: click.Context, target: str, as_json: bool) -> None:
     """Find the arithmetic of a target and print its declaration.
 
     Runs small cases and repeats each with the rules that would make it pass, until the target's
-    rules are known. A rule that no case can determine is listed with the reason, and keeps the
-    declared value.
+    rules are known. If no case can determine a rule, the rule is listed with the reason and keeps
+    the declared value.
 
-    Exit status: 0 all cases agree with the target's declaration; 1 they contradict it, or several
-    ranks compute a value that no known rule gives, or no optimizer, model, dtype, stage or order
-    passes; 2 the usage is wrong, or no known rule makes a plain case of one rank pass; 4 this
-    machine cannot run it.
+    Exit status: 0 all cases agree with the target's declaration; 1 they contradict it, or ranks
+    compute a value that no known rule gives, or no optimizer, model, dtype, stage or order passes;
+    2 the usage is wrong, or no known rule makes a plain case on one rank pass; 4 this machine
+    cannot run it.
 
     \b
     Examples:
@@ -62,7 +62,7 @@ def rules(ctx: click.Context, target: str, as_json: bool) -> None:
 
 
 def _lines(found: FoundRules) -> Iterator[str]:
-    # The warning comes first, because the lines below it are valid Python that invites pasting.
+    # The warning comes first, because the lines below are Python that invites pasting.
     if found.alarms:
         yield "# DO NOT DECLARE THIS: something is wrong, see the end"
     yield f"# found by {found.cases} runs of small cases"
@@ -97,13 +97,13 @@ def _lines(found: FoundRules) -> Iterator[str]:
 def _record(
     name: str, record: str, said: Mapping[str, object], *, notes: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield a record as Python, with each note as a comment above its field."""
+    """Yield a record as Python, with notes as comments above their fields."""
     if not said:
         yield f"{name} = {record}()"
         return
     yield f"{name} = {record}("
     for field, value in said.items():
-        # The note belongs above its field, so that it survives pasting.
+        # A comment above the field survives pasting.
         yield from textwrap.wrap(
             notes.get(field, ""), _WIDTH, initial_indent="    # ", subsequent_indent="    # "
         )

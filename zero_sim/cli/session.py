@@ -1,4 +1,4 @@
-"""One `zero-sim run`: judge cases in turn, report each, and return the exit status."""
+"""A session of `zero-sim run`: judge and report cases in turn, return the exit status."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ if TYPE_CHECKING:
     from zero_sim.scenario.discover import Case
     from zero_sim.scenario.spec import Scenario
 
-# Shorter cases show no progress, which would only flicker.
+# The progress of a shorter case would only flicker.
 PROGRESS_AFTER_SECONDS = 0.5
-# File systems limit names to 255 bytes.
+# File systems limit names to 255 bytes; an index and a suffix are added.
 TRACE_NAME_CHARS_MAX = 120
 CASES_SHOWN_MAX = 40
-"""A screenful. If there are more cases, passing ones are only counted."""
+"""About a screen. If there are more cases, passing cases are counted instead of listed."""
 _COVERED = "features and pairs of features are covered without it"
 
 Judge = Callable[["Scenario"], "CaseResult"]
 
 # Exit statuses, the gravest first.
 _GRAVITY = (1, 2, 4, 3, 0)
-# An `error` with findings. Without any, the case was refused and gets 2; see `_judge`.
+# `error` here has findings. An error without findings is a refused case, status 2; see `_judge`.
 _STATUS = {"pass": 0, "fail": 1, "error": 1, "inconclusive": 3}
 _DOTS = {"pass": ".", "fail": "F", "error": "E", "inconclusive": "?"}
 DOTS_A_ROW = 50
@@ -64,14 +64,14 @@ class Outputs:
 
     bundles: Path = option("--bundles", **BUNDLES)
     no_bundles: bool = option(
-        "--no-bundles", is_flag=True, help="Write no bundles of failing cases."
+        "--no-bundles", is_flag=True, help="Write no bundles of failed cases."
     )
     trace: Path | None = option(
         "--trace",
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="Write a Chrome trace. For several cases, FILE becomes a folder with a trace of each. "
-        "Refuses a named pipe that has no reader.",
+        help="Write a Chrome trace. With several cases, FILE becomes a folder with a trace per "
+        "case. Refuses a named pipe that has no reader.",
     )
     junit: Path | None = option(
         "--junit",
@@ -83,8 +83,8 @@ class Outputs:
         "-v",
         "--verbose",
         is_flag=True,
-        help="Show every passing case with its notes. By default, of more than 40 cases, passing "
-        "ones are only counted.",
+        help="Show every passing case with its notes. By default, passing cases are only counted "
+        "if there are more than 40 cases.",
     )
     as_json: bool = option("--json", **JSON)
 
@@ -95,22 +95,22 @@ class _Judged:
 
     result: CaseResult
     source: dict[str, str | None]
-    """Its file, the command that runs it alone, and the id of its bundle."""
+    """Scenario file, command that runs only this case, and bundle id."""
     text: str
     """Full report for JUnit XML; empty without `--junit`."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Session:
-    """One `zero-sim run`: its options and the results so far."""
+    """Options and results so far."""
 
     asked: Asked
     outputs: Outputs
     junit: Path | None
-    """File for JUnit XML; None on all but one of several processes, or without `--junit`."""
+    """File for JUnit XML. None without `--junit`, and on all processes but the first."""
     errors: Sequence[ScenarioError] = ()
     passed_over: Counter[str] = field(default_factory=Counter)
-    """Number of skipped cases, by reason."""
+    """Number of skipped cases by reason."""
     selected: Sequence[Case] = ()
     judged: list[_Judged] = field(default_factory=list)
     statuses: list[int] = field(default_factory=list)
@@ -121,13 +121,13 @@ class Session:
     begun: datetime = field(default_factory=lambda: datetime.now(UTC).replace(microsecond=0))
 
     def select(self, cases: Sequence[Case], why_left_out: Callable[[Scenario], str]) -> list[Case]:
-        """Return the cases that can be judged with these options, and count the others.
+        """Return the cases that can be judged with these options, and count the skipped cases.
 
         Raises:
             UsageError: The target does not exist.
         """
         asked = [self.asked.as_asked(case.scenario) for case in cases]
-        # The first reason that applies; checks that import the target come last.
+        # Cheap checks first: the last two import the target.
         reasons = [
             self.asked.why_order_needed(each)
             or why_left_out(each)
@@ -135,7 +135,7 @@ class Session:
             or self.asked.why_refused(each, as_written=case.scenario)
             for each, case in zip(asked, cases, strict=True)
         ]
-        # Skipped cases are counted by reason, so that a summary never hides them.
+        # The summary lists skipped cases by reason, so that none is dropped silently.
         self.passed_over.update(reason for reason in reasons if reason)
         able = [case for case, reason in zip(cases, reasons, strict=True) if not reason]
         return self._cover(able) if self.asked.covering else able
@@ -147,22 +147,22 @@ class Session:
 
     @property
     def left_out(self) -> int:
-        """Number of cases not judged because of an interrupt."""
+        """Number of cases not judged after an interrupt."""
         return len(self.selected) - len(self.judged) if self.interrupted else 0
 
     @property
     def _bundles(self) -> Path | None:
-        """Folder for bundles of failing cases; None if none are written."""
+        """Folder for bundles of failed cases; None to write no bundles."""
         # Real processes record no events, so a run on them cannot be replayed.
         none = self.outputs.no_bundles or self.asked.backend != "sim"
         return None if none else self.outputs.bundles
 
     def _cover(self, cases: Sequence[Case]) -> list[Case]:
-        """Return a subset that covers files, features and pairs of features; count the others."""
+        """Return a subset of the cases that covers each file, feature and pair of features."""
         with packages_needed():
             from zero_sim.fuzz.coverage import covering
         asked = [self.asked.as_asked(case.scenario) for case in cases]
-        # The file as label: each file keeps at least one case.
+        # The label is the file, so that each file keeps at least one case.
         chosen = covering(asked, labels=[str(case.source) for case in cases])
         self.passed_over[_COVERED] += len(cases) - len(chosen)
         return [cases[index] for index in chosen]
@@ -171,21 +171,21 @@ class Session:
         self, cases: Sequence[Case], judging: Callable[[], AbstractContextManager[Judge]]
     ) -> int:
         """Judge the cases, print everything, and return the exit status."""
-        # Invalid files do not keep the valid ones from being judged.
+        # Invalid files are reported, and valid files are still judged.
         self.report_problems()
         if not cases and not self.errors:
             return self.finish_empty("no case that can be judged with these options")
-        # The judge opens only now, because it imports torch and starts worlds.
+        # Open the judge only now, because this imports torch and starts worlds.
         if cases:
             with judging() as judge:
                 self.run_all(cases, judge)
         return self.finish()
 
     def finish_empty(self, have: str) -> int:
-        """Report that there is nothing to run, and return the exit status."""
+        """Report that nothing was selected, and return the exit status."""
         left_out = "".join(f"; {line}" for line in left_out_lines(self.passed_over))
         click.echo(f"Nothing selected: {have}{left_out}.", err=True)
-        # JSON and JUnit are written even without a case: consumers expect a file.
+        # Write JSON and JUnit even without a case, because consumers expect a file.
         if self.outputs.as_json:
             echo_report(self.as_dict(status=EXIT_NOTHING_SELECTED))
         self._write_junit()
@@ -200,7 +200,7 @@ class Session:
         self.statuses.extend(error.exit_status for error in self.errors)
 
     def run_all(self, cases: Sequence[Case], judge: Judge) -> None:
-        """Judge cases in turn, up to the last or an interrupt."""
+        """Judge cases in turn; stop at an interrupt."""
         self.selected = cases
         try:
             for index, case in enumerate(cases):
@@ -209,13 +209,13 @@ class Session:
                 self._note(case, result, status)
                 self._show_progress()
         except KeyboardInterrupt:
-            # Not raised again, so that the results so far are still printed.
+            # Do not raise again: the results so far are still printed.
             self.interrupted = True
             where = cases[len(self.judged)].id if self.left_out else "the last case"
             click.echo(f"\nInterrupted during {where}.", err=True)
 
     def _show_progress(self) -> None:
-        """Print a dot or letter for each of many cases, in rows, on stderr."""
+        """Print a dot or letter for the last case on stderr, if cases are not listed."""
         if self._shows_each or self.outputs.as_json:
             return
         done, total = len(self.judged), len(self.selected)
@@ -226,13 +226,13 @@ class Session:
 
     def _end_row(self) -> None:
         """Begin a new line after dots, because the report of a case follows."""
-        # One less, because the current case is judged already but has no dot yet.
+        # Minus one, because the current case is in `judged` but has no dot yet.
         if not self._shows_each and (len(self.judged) - 1) % DOTS_A_ROW:
             click.echo(err=True)
 
     @property
     def _shows_each(self) -> bool:
-        """True if each case that passes has its line."""
+        """True if passing cases are listed."""
         return self.outputs.verbose or len(self.selected) <= CASES_SHOWN_MAX
 
     def _note(self, case: Case, result: CaseResult, status: int) -> None:
@@ -240,7 +240,7 @@ class Session:
         from zero_sim.report.text import id_width, render_case
         from zero_sim.scenario.dump import to_chosen_toml
 
-        # If a twin failed, it is the case to show and to reproduce.
+        # If a twin failed, show and reproduce the twin.
         asked, scenario = self.asked, result.twin or case.scenario
         command = reproduce_command(
             case.source,
@@ -259,7 +259,7 @@ class Session:
         texts = {"case": to_chosen_toml(scenario), "reproduce": command, "replay": again}
         self.judged.append(
             _Judged(
-                # Logs are large and not needed any more.
+                # Drop the logs: they are large and no longer needed.
                 result=dataclasses.replace(result, logs=()),
                 source={"source": str(case.source), "reproduce": command, "bundle": bundle},
                 text="" if self.junit is None else render_case(result, **texts),
@@ -268,7 +268,7 @@ class Session:
         self.statuses.append(status)
         if not self.outputs.as_json and (self._shows_each or result.verdict != "pass"):
             self._end_row()
-            # All lines of a run have the same column of ids.
+            # All ids of a run share one column.
             width = id_width(case.id for case in self.selected)
             with_notes = self.outputs.verbose or len(self.selected) == 1
             columns = columns_of(sys.stdout)
@@ -293,7 +293,7 @@ class Session:
                 bad_files=len(self.errors),
                 left_out=self.left_out,
             )
-            # A single case has this in its notes.
+            # A single case already shows this in its notes.
             if len(results) > 1:
                 if observed := render_observed(results):
                     click.echo(observed)
@@ -347,7 +347,7 @@ class Session:
             # Not strict: after an interrupt, fewer cases are judged than selected.
             for case, each in zip(self.selected, self.judged, strict=False)
         ]
-        # Cases after an interrupt are skipped tests, so that counts of runs are comparable.
+        # Report cases after an interrupt as skipped, so that test counts of runs are comparable.
         left = [
             TestCase(name=case.id, source=str(case.source), outcome="skipped", message="not run")
             for case in self.selected[len(self.judged) :]
@@ -359,7 +359,8 @@ class Session:
         try:
             write_junit(self.junit, document)
         except ZeroSimError as error:
-            # No exception: verdicts must still be printed. The status reports the failed write.
+            # Do not raise: verdicts must still be printed. The exit status reports the failed
+            # write.
             click.echo(f"Error: {error}", err=True)
             self.statuses.append(error.exit_status)
 
@@ -387,7 +388,7 @@ class Session:
         path = self.outputs.trace
         if path is None:
             return
-        # The index keeps names unique after characters are replaced and the id is cut.
+        # Ids are cut and lose characters, so the index keeps names unique.
         if len(self.selected) > 1:
             words = re.sub(r"[^\w.=,+-]+", "_", case.id)
             path = path / f"{len(self.judged):04}-{words[:TRACE_NAME_CHARS_MAX]}.json"
@@ -395,7 +396,7 @@ class Session:
             write_chrome_trace(path, result.logs, name=case.id)
             self.traced += 1
         except ZeroSimError as error:
-            # The verdict of the case stands; only the exit status reports the failed write.
+            # The case keeps its verdict; the exit status reports the failed write.
             click.echo(f"No trace of {case.id}: {error}", err=True)
             self.statuses.append(error.exit_status)
 
@@ -410,17 +411,17 @@ class Session:
         except ZeroSimError as error:
             seconds = time.perf_counter() - started
             return not_judged(case.id, str(error), seconds=seconds), error.exit_status
-        # One case's bug must not cost the others their verdict.
+        # A bug in one case must not cost the other cases their verdicts.
         except Exception as error:  # noqa: BLE001
             seconds = time.perf_counter() - started
             return unforeseen(error, id=case.id, seconds=seconds), _STATUS["error"]
-        # An error without a finding: the scenario is impossible, which only the judge could detect.
+        # An error without findings means that the judge found the scenario impossible.
         refused = result.verdict == "error" and not result.findings
         return result, UsageError.exit_status if refused else _STATUS[result.verdict]
 
 
 def _gravest(statuses: Sequence[int]) -> int:
-    # Several statuses may apply, but a process has only one.
+    # Several statuses may apply, but a process has a single one.
     return min(statuses, key=_GRAVITY.index, default=0)
 
 
@@ -451,7 +452,7 @@ def progress(label: str) -> Iterator[None]:
         redirect_stdout=False,
         redirect_stderr=False,
     )
-    # No task length is known, so it shows elapsed time instead of a bar.
+    # The length of a case is unknown, so show elapsed time, not a bar.
     progress.add_task(label)
     timer = threading.Timer(PROGRESS_AFTER_SECONDS, progress.start)
     timer.daemon = True
@@ -460,6 +461,6 @@ def progress(label: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-        # A start that is under way must end first, or the display would start after its stop.
+        # Wait for a start in progress, or the display would start after it was stopped.
         timer.join()
         progress.stop()

@@ -1,4 +1,4 @@
-"""The command `zero-sim shrink`: reduce a failing case to the smallest one."""
+"""The command `zero-sim shrink`: find the smallest case with the same finding."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DEFAULT_SECONDS = 60.0
     "expression",
     metavar="EXPR",
     default="",
-    help="Id of the case, if the file has several.",
+    help="Id of the case, if the file has several cases.",
 )
 @click.option(
     "--target",
@@ -53,7 +53,7 @@ DEFAULT_SECONDS = 60.0
     default=DEFAULT_SECONDS,
     show_default=True,
     metavar="S",
-    help="Start no further case after S seconds.",
+    help="Start no case after S seconds.",
 )
 @click.option(
     "--device",
@@ -66,7 +66,8 @@ DEFAULT_SECONDS = 60.0
     "--output",
     type=FILE,
     metavar="FILE",
-    help="Also write the smaller case as a scenario file. Refuses a named pipe that has no reader.",
+    help="Also write the smallest case as a scenario file. Refuses a named pipe that has no "
+    "reader.",
 )
 @json_option
 @click.pass_context
@@ -82,14 +83,14 @@ def shrink(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Reduce a failing case to the smallest with the same finding.
+    """Reduce a failing case to the smallest case with the same finding.
 
-    PATH is a scenario file or a bundle; ID is the id of a bundle. The search tries fewer ranks,
-    then fewer and smaller params, fewer steps and fewer features, until no smaller case fails. The
-    result is written as a new bundle. Ctrl-C or SIGTERM ends the search after the current case and
-    keeps the smallest case so far; a second one ends it at once.
+    PATH is a scenario file or a bundle, ID a bundle's id. The search tries fewer ranks, then fewer
+    and smaller params, fewer steps and fewer features, until no smaller case fails. It writes the
+    result as a new bundle. Ctrl-C or SIGTERM ends the search after the current case and keeps the
+    smallest case so far. A second signal ends it at once.
 
-    Exit status: 1 the case fails (the smallest one is shown), 0 it passes, 2 the usage is wrong,
+    Exit status: 1 the case fails (the smallest case is shown), 0 it passes, 2 the usage is wrong,
     the case is refused or FILE cannot be written, 3 the case is inconclusive, 4 this machine cannot
     run it or has no room for FILE, 130 interrupted before a case failed, or twice.
 
@@ -110,14 +111,14 @@ def shrink(
     with stdout_for(as_json=as_json), progress(f"shrink {scenario.name}"):
         done = _shrink(scenario, system, seconds=seconds, device=device)
     again, smaller = "", ""
-    # A bundle contains only the names of imported targets; its case names a registered one.
+    # A bundle stores the name of an imported target. A registered target is named in the case.
     ran = Ran(target=imported(target) or "", device=device)
     bundle = _write_bundle(done, bundles, ran=ran)
     if bundle:
         again = replay_command(bundle, bundles=bundles, target=target, device=device)
     unwritten_output: ZeroSimError | None = None
     if done.reduced is not None and output is not None:
-        # Show the result even if FILE cannot be written; raise at the end.
+        # Show the result even if FILE cannot be written, and raise at the end.
         try:
             _write(done.reduced.scenario, output)
             smaller = run_command(output, target=target, device=device)
@@ -135,12 +136,12 @@ def shrink(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Done:
-    """Results of one command."""
+    """Result of the command."""
 
     scenario: Scenario
-    """The original case."""
+    """Original case."""
     result: CaseResult
-    """Result of the smallest case, or of the original if it was not shrunk."""
+    """Result for the smallest case, or for the original if it was not shrunk."""
     reduced: Reduced | None = None
 
     @property
@@ -171,13 +172,13 @@ class _Done:
 
 
 def _case_of(name: str, *, expression: str, bundles: Path) -> tuple[Scenario, str]:
-    """Return the only selected case of a scenario file or a bundle, and its device.
+    """Return the selected case of a scenario file or bundle, and its device.
 
     Raises:
-        UsageError: There are several cases or none, or the bundle's case ran on processes.
+        UsageError: No case or several cases are selected, or the bundle's case ran on processes.
     """
-    # A file is a scenario. Everything else may be the id of a bundle; lexists keeps a dangling
-    # link from being searched as an id.
+    # A file is a scenario; a folder is a bundle, and any other name a bundle id. lexists is True
+    # for a dangling link too, which is no id.
     if os.path.isdir(name) or not os.path.lexists(name):
         with packages_needed():
             from zero_sim.bundle import find_bundle, read_bundle
@@ -191,7 +192,7 @@ def _case_of(name: str, *, expression: str, bundles: Path) -> tuple[Scenario, st
     from zero_sim.scenario.discover import discover
 
     found = discover([name], expression=expression)
-    # The first invalid file ends the command, because there is no other case to go on with.
+    # A single case is wanted, so the first invalid file ends the command.
     for error in found.errors:
         raise error
     if len(found.cases) != 1:
@@ -208,7 +209,7 @@ def _shrink(scenario: Scenario, target: Target, *, seconds: float, device: str) 
     """Judge a case and, if it fails, search for the smallest case with the same finding.
 
     Raises:
-        UsageError: The finding depends on the size of the case, so a smaller case cannot have it.
+        UsageError: The finding depends on the case's size, so smaller cases cannot have it.
     """
     with packages_needed():
         from zero_sim.backends.stop import Stop, interrupts_ask
@@ -220,7 +221,7 @@ def _shrink(scenario: Scenario, target: Target, *, seconds: float, device: str) 
     with WorldPool() as pool:
         judge = partial(run_case, pool=pool, target=target, device=device)
         result = judge(scenario)
-        # The key is the finding without its numbers: smaller cases must have the same one.
+        # The key is the finding without its numbers. Smaller cases must have the same key.
         key = key_of(result)
         if key is None or result.verdict == "error":
             return _Done(scenario=scenario, result=result)
@@ -229,14 +230,15 @@ def _shrink(scenario: Scenario, target: Target, *, seconds: float, device: str) 
                 f"expected a finding that smaller cases can have, got {key.check}, which depends "
                 "on this case's size. Try `zero-sim run`."
             )
-        # The first interrupt only sets a flag, so that the current case ends and the best is kept.
+        # The first interrupt only sets a flag, so that the current case ends and the smallest case
+        # so far is kept.
         stop = Stop()
         with interrupts_ask(stop):
             reduced, best = shrink_finding(
                 scenario,
                 result,
                 judge=judge,
-                # A case that the target refuses has no finding to compare, so it must not be tried.
+                # Skip cases that the target refuses: they have no finding to compare.
                 may_ask=lambda other: not refusals(target, other),
                 limits=Limits(seconds=seconds),
                 is_over=lambda: stop.asked,
@@ -246,7 +248,7 @@ def _shrink(scenario: Scenario, target: Target, *, seconds: float, device: str) 
 
 
 def _write_bundle(done: _Done, folder: Path, *, ran: Ran) -> str:
-    """Write a bundle of the smallest case and return its id; empty if none is written."""
+    """Write a bundle of the smallest case and return its id; empty if no bundle is written."""
     from zero_sim.bundle import write_bundle
 
     # An inconclusive case has nothing to replay.
@@ -262,7 +264,7 @@ def _write_bundle(done: _Done, folder: Path, *, ran: Ran) -> str:
 def _write(scenario: Scenario, path: Path) -> None:
     from zero_sim.scenario.dump import to_chosen_toml
 
-    # Names from foreign files may contain lone surrogates, which UTF-8 cannot encode.
+    # Names from untrusted files may contain lone surrogates, which UTF-8 cannot encode.
     try:
         write_whole(path, to_chosen_toml(scenario).encode(errors="replace"))
     except OSError as error:
@@ -278,5 +280,5 @@ def _show(done: _Done, *, replay: str, reproduce: str) -> None:
     small = done.reduced
     if small is None:
         return
-    # TOML ends with a line break of its own.
+    # The TOML already ends with a line break.
     click.echo(f"{render_reduced(small)}\n\n{to_chosen_toml(small.scenario)}", nl=False)

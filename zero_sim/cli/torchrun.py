@@ -1,4 +1,4 @@
-"""The command `zero-sim torchrun`: an unmodified script on simulated ranks."""
+"""The command `zero-sim torchrun`: run an unmodified script on simulated ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXIT_FOUND = 1
 GPUS_OF_A_NODE = 2
 """Number of GPUs for `--nproc-per-node gpu` on a machine without GPUs."""
 _COUNT: dict[str, Any] = {"type": click.IntRange(min=1), "show_default": True}
-# Options of torchrun about how processes start and find each other: accepted, without effect.
+# torchrun's options for starting and connecting processes are accepted without effect.
 _IGNORED = (
     "log-dir",
     "max-restarts",
@@ -43,7 +43,7 @@ _IGNORED = (
 
 
 def _spelled(*names: str) -> list[str]:
-    """Return options with hyphens and with underscores; torchrun accepts both."""
+    """Return options with hyphens and with underscores, because torchrun accepts both."""
     return [f"--{each}" for name in names for each in dict.fromkeys((name, name.replace("-", "_")))]
 
 
@@ -56,7 +56,7 @@ class _Numbers(click.ParamType):
         if isinstance(value, tuple):
             return value
         words = str(value).split(",")
-        # int() would also accept signs, blanks, underscores and digits of other scripts.
+        # int() would also accept signs, blanks, underscores and non-ASCII digits.
         if not all(word.isascii() and word.isdecimal() for word in words):
             self.fail(f"expected numbers such as 0,3; got {value!r}", param, ctx)
         return tuple(map(int, words))
@@ -79,7 +79,7 @@ class _RanksPerNode(click.ParamType):
 
 
 def _count_devices(kind: str) -> int:
-    """Return the number of GPUs (`gpu`), of CPUs (`cpu`), or of GPUs if any, else CPUs (`auto`)."""
+    """Return the number of devices; `auto` counts GPUs if there are any, else CPUs."""
     with packages_needed():
         import torch
     gpus = 0 if kind == "cpu" else torch.cuda.device_count()
@@ -103,7 +103,7 @@ class _Pattern(click.ParamType):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _WorldOptions:
-    """Options of the simulated world. Field names are those of `Settings`."""
+    """Options of the simulated world. `Settings` has fields of the same names."""
 
     ranks_per_node: int = option(
         *_spelled("nproc-per-node"),
@@ -120,7 +120,7 @@ class _WorldOptions:
     schedule: str | None = option(
         "--schedule",
         type=click.Choice(["round-robin", "random", "pct"]),
-        help="How the next rank to run is chosen.  [default: round-robin; random for several runs]",
+        help="Choice of the next rank to run.  [default: round-robin; random for several runs]",
     )
     timing: str | None = option(
         "--timing",
@@ -142,17 +142,17 @@ class _WorldOptions:
         "--own-modules",
         multiple=True,
         metavar="PACKAGE",
-        help="Import a package once per rank, as modules of the script's folder are, so that ranks "
-        "do not share its globals. Repeatable.",
+        help="Import this package once per rank, like modules in the script's folder, so that "
+        "ranks do not share its globals. Repeatable.",
     )
     cuda_is_cpu: bool = option(
         "--cuda-is-cpu",
         is_flag=True,
-        help="Treat cuda devices as the CPU from the start, not only after the script fails "
-        "without a GPU.",
+        help="Treat cuda devices as the CPU from the start. By default, only after the script "
+        "failed without a GPU.",
     )
     shown: tuple[int, ...] | None = option(
-        "--output-of", type=_Numbers(), help="Show the output of these ranks only."
+        "--output-of", type=_Numbers(), help="Show only the output of these ranks."
     )
     stall_seconds: float = option(
         "--stall-seconds",
@@ -160,17 +160,17 @@ class _WorldOptions:
         default=300.0,
         show_default=True,
         metavar="S",
-        help="Longest time between two calls of torch.distributed.",
+        help="Longest time between two torch.distributed calls.",
     )
     address: str = option(*_spelled("master-addr"), default="localhost", hidden=True)
     # torchrun's default port; scripts read it from MASTER_PORT.
     port: int = option(*_spelled("master-port"), type=int, default=29500, hidden=True)
 
     def settings(self, *, several: bool) -> Settings:
-        """Return the settings of the world.
+        """Return the world's settings.
 
         Args:
-            several: True for several runs, which are compared.
+            several: True if several runs are compared.
         """
         from zero_sim.script.launch import Settings
 
@@ -191,7 +191,7 @@ class _WorldOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _RunOptions:
-    """Options that choose the runs and how they are compared."""
+    """Options for the runs and their comparison."""
 
     seed: int = option(
         "--seed",
@@ -205,27 +205,26 @@ class _RunOptions:
         **_COUNT,
         default=1,
         metavar="N",
-        help="Run with N seeds, starting at --seed, and compare each run with the first: how it "
-        "ends, the output of rank 0, and values at zero_sim.checkpoint_here. Stop at the first "
-        "difference.",
+        help="Run with N seeds, starting at --seed, and compare each run with the first: outcome, "
+        "output of rank 0, and values at zero_sim.checkpoint_here. Stop at the first difference.",
     )
     seeds: tuple[int, ...] | None = option("--seeds", type=_Numbers(), help="Run with these seeds.")
     allow_drift: tuple[str, ...] = option(
         "--allow-drift",
         multiple=True,
         metavar="NAME",
-        help="Allow tensors of this name to differ among ranks; * stands for any part.",
+        help="Allow tensors with this name to differ among ranks; * matches any part.",
     )
     ignore: re.Pattern[str] | None = option(
         "--ignore",
         type=_Pattern(),
         metavar="REGEX",
-        help="Do not compare lines that match, such as times.",
+        help="Do not compare output lines that match, such as times.",
     )
 
 
 @click.command(
-    # Options after the script are the script's own, as with torchrun.
+    # Options after SCRIPT belong to the script, as with torchrun.
     context_settings={"allow_interspersed_args": False},
     options_metavar="[OPTIONS]",
 )
@@ -249,15 +248,15 @@ def torchrun(
 ) -> None:
     """Run an unmodified script on simulated ranks, as torchrun would.
 
-    All ranks run in one process. Each has its own environment, arguments, random numbers and copies
-    of the modules in the script's folder. Files are shared, so a run sees files of earlier runs.
+    All ranks run in one process. Each rank has its own environment, arguments, random numbers and
+    copies of the modules in the script's folder. Files are shared, so a run sees files of earlier
+    runs.
 
-    Exit status: 0 every rank finished; 1 a rank failed, or there was a deadlock, a race, a
-    violation of the contract or a difference between runs; 2 the usage is wrong, or the script
-    ended the process.
+    Exit status: 0 every rank finished; 1 a rank failed, or there was a deadlock, a race, a contract
+    violation or a difference between runs; 2 the usage is wrong, or the script ended the process.
 
-    With --against, the script is compared with another run of it: 0 equal up to rounding; 1
-    different, or only these ranks fail; 2 the other run fails; 3 inconclusive; 4 unsupported.
+    With --against, the script is compared with another run of itself: 0 equal up to rounding; 1
+    different, or only this run fails; 2 the other run fails; 3 inconclusive; 4 unsupported.
 
     \b
     Examples:
@@ -304,7 +303,7 @@ def _run(
     from zero_sim.script.rank_local_modules import check_found
     from zero_sim.script.record import first_difference
 
-    # As an index, True is 1, which skips the -m.
+    # True counts as 1, which skips the -m.
     is_module = words[0] == "-m"
     name, *arguments = words[is_module:]
     script = read_script(name, is_module=is_module, arguments=arguments)
@@ -313,10 +312,10 @@ def _run(
     with Launcher(script, settings) as launcher:
         check_found(settings.packages, folder=script.folder)
         for seed in seeds:
-            # A new watch per run, because replicas are compared within a run.
+            # A new watch for each run, because replicas are compared within a run.
             watch = ScriptWatch(allowed=runs.allow_drift)
             launcher.guest = watch
-            # Only the first run prints its output; later ones would repeat it.
+            # Only the first run prints: later runs would repeat its output.
             with watch.watching():
                 run = launcher.run(seed=seed, quiet=first is not None)
             found = _tell_watched(watch, is_first=first is None)
@@ -326,7 +325,7 @@ def _run(
             if first is None:
                 first, of_first = run, watch
                 continue
-            # A failure of a later run is a difference from the first, so it is reported as one.
+            # If a later run fails, this is a difference from the first run.
             difference = first_difference(first, run, ignored=runs.ignore)
             if difference:
                 _say(f"Error: runs with seeds {first.seed} and {seed} differ: {difference}")
@@ -344,8 +343,8 @@ def _run(
 
 
 def _tell_watched(watch: ScriptWatch, *, is_first: bool) -> bool:
-    """Report tensors that differ among ranks; return True if this is a finding."""
-    # Warn once: further runs would repeat the warning.
+    """Report tensors that differ among ranks; return True if there is a finding."""
+    # Warn for the first run only: later runs would repeat the warning.
     replicas = watch.replicas
     if replicas.findings:
         _say(f"Error: {replicas.finding}")
@@ -358,7 +357,7 @@ def _tell_failure(run: ScriptRun) -> None:
     failure = run.failure
     if failure is None:
         return
-    # A script that exits by itself has no traceback of interest.
+    # If the script itself exits, its traceback is of no interest.
     if isinstance(getattr(failure, "error", None), SystemExit):
         _say(f"Error: {run.ending}")
     else:
@@ -372,7 +371,7 @@ def _finish(
     words: Sequence[str],
     runs: _RunOptions,
 ) -> int:
-    # --ignore only applies to comparisons, and is refused for a single run.
+    # --ignore is refused for a single run, because nothing is compared.
     ignored = runs.ignore if len(seeds) > 1 else None
     command = repeat_command(
         settings, seeds, words=words, ignored=ignored, allowed_drift=runs.allow_drift
@@ -401,8 +400,8 @@ def _summary(run: ScriptRun, settings: Settings, *, count: int, replicas: int) -
 
 
 def _ranks(run: ScriptRun, settings: Settings) -> str:
-    """Return the number of ranks in words, for each world if the script starts its own."""
-    # Scripts that call mp.spawn may start several worlds, one after another.
+    """Return the number of ranks in words: `2 ranks`, or `2, then 4 ranks` for two worlds."""
+    # A script that calls mp.spawn may start several worlds in turn.
     sizes = run.started or (settings.world_size,)
     return f"{', then '.join(map(str, sizes))} ranks"
 
@@ -415,18 +414,18 @@ def repeat_command(
     ignored: re.Pattern[str] | None = None,
     allowed_drift: Sequence[str] = (),
 ) -> str:
-    """Return the command that repeats runs of a script.
+    """Return the command that repeats a script's runs.
 
     Args:
-        settings: Settings of the world.
-        seeds: Seeds of the runs.
-        words: The script and its arguments.
-        ignored: Pattern of lines that are not compared.
+        settings: The world's settings.
+        seeds: A seed per run.
+        words: Script and arguments.
+        ignored: Pattern for lines that are not compared.
         allowed_drift: Names of tensors that may differ among ranks.
     """
     from zero_sim.script.launch import Settings
 
-    # Settings that equal their default are left out of the command.
+    # Settings with default values are left out.
     usual = Settings(ranks_per_node=1)
     options = ["--nproc-per-node", str(settings.ranks_per_node)]
     for flag, name in (
@@ -440,9 +439,9 @@ def repeat_command(
         value = getattr(settings, name)
         if value != getattr(usual, name):
             options += [flag, str(value)]
-    # Explicit, because their defaults depend on the number of runs.
+    # Always given, because their defaults depend on the number of runs.
     options += ["--timing", settings.timing, "--schedule", settings.schedule]
-    # The default of --races depends on the number of runs too; see `_WorldOptions.settings`.
+    # The default of --races depends on it too; see `_WorldOptions.settings`.
     if settings.races != (len(seeds) > 1):
         options += ["--races" if settings.races else "--no-races"]
     flags = (("--no-strict", not settings.strict), ("--cuda-is-cpu", settings.cuda_is_cpu))
@@ -458,12 +457,12 @@ def repeat_command(
     if len(seeds) == 1:
         options += ["--seed", str(seeds[0])]
     else:
-        # The two seeds that differ, not --runs, which would repeat all runs between them.
+        # Only the two seeds whose runs differ: --runs would repeat all runs between them.
         options += ["--seeds", ",".join(map(str, seeds))]
     return shlex.join(["zero-sim", "torchrun", *options, *words])
 
 
 def _say(text: str) -> None:
-    # The script's own output first, if both streams go to one file.
+    # If both streams go to the same file, the script's output comes first.
     sys.stdout.flush()
     click.echo(printable(text, lines=True), err=True)

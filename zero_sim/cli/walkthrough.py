@@ -1,4 +1,4 @@
-"""The command `zero-sim walkthrough`: ZeRO step by step, from values of a real run."""
+"""The command `zero-sim walkthrough`: ZeRO step by step, with values from a real run."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _NAMES = ("zero1", "ring", "lifecycle", "step")
     "--html",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write an HTML page instead, with arrow keys to go through the steps.",
+    help="Write an HTML page instead; arrow keys go through its steps.",
 )
 def walkthrough(name: str, scenario: Path | None, case: str | None, html: Path | None) -> None:
     """Show ZeRO step by step, with values from a real run.
 
-    zero1: a step of ZeRO-1 with 260 params on 2 ranks. ring: an all-reduce of 4 ranks, message by
-    message. lifecycle: the units of stage 3 over a step, with and without prefetch. step: one step
-    of any scenario, with its layout, calls and live bytes.
+    zero1: a step of ZeRO-1 with 260 params on 2 ranks. ring: an all-reduce on 4 ranks, message by
+        message. lifecycle: the units of stage 3 during a step, with and without prefetch. step: a
+        step of any scenario, with layout, calls and live bytes.
 
     \b
     Examples:
