@@ -126,10 +126,10 @@ def test_runs_that_are_equal_say_what_was_compared(torchrun):
 def test_lines_of_times_are_left_out_where_asked(torchrun):
     source = "import random\nprint('took', random.random(), 's')\nprint('loss', {loss})\n"
     same = source.format(loss=1)
-    assert "line 1 of the output of rank 0" in torchrun(same, "--runs", "2").stderr
+    assert "line 1 of rank 0's output" in torchrun(same, "--runs", "2").stderr
     assert torchrun(same, "--runs", "2", "--ignore", r"took [\d.]+ s").exit_code == 0
     other = torchrun(source.format(loss="random.random()"), "--runs", "2", "--ignore", "took")
-    assert "line 2 of the output of rank 0 differs\n  seed 0: loss 0." in other.stderr
+    assert "line 2 of rank 0's output differs\n  seed 0: loss 0." in other.stderr
     assert "--ignore took --seeds 0,1 train.py" in other.stderr
 
 
@@ -164,7 +164,7 @@ dist.barrier()
         (["--runs", "2", "--seeds", "1,2", "fine.py"], "expected --runs or --seeds, got both"),
         (["--ignore", "(", "fine.py"], "expected a regular expression, got '('"),
         (["--seeds", "a", "fine.py"], "expected numbers such as 0,3; got 'a'"),
-        (["--own-modules", "torch", "fine.py"], "expected own modules to be top-level packages"),
+        (["--own-modules", "torch", "fine.py"], "expected own modules to be top-level Python packages"),
         (["--own-modules", "a.b", "fine.py"], "got 'a.b'"),
         (["--own-modules", "brokem", "fine.py"], "got 'brokem'. Did you mean 'broken'?"),
         (["--ignore", "ms", "fine.py"], "expected --ignore with --runs or --seeds, got it alone"),

@@ -53,8 +53,8 @@ def test_what_is_there_in_one_run_alone_is_told():
 @pytest.mark.parametrize(
     ("points", "said"),
     [
-        ((point("load"),), "came to point 'load', visit 0, at train.py:9, with seed 0, and to"),
-        ((point(), point(visit=1)), "only with seed 0 rank 0 came to point 'step', visit 1"),
+        ((point("load"),), "reached point 'load', visit 0, at train.py:9, with seed 0, and point"),
+        ((point(), point(visit=1)), "only with seed 0, rank 0 reached point 'step', visit 1"),
     ],
 )
 def test_other_ways_are_told(points, said):
@@ -74,5 +74,5 @@ def test_lines_are_numbered_as_they_were_printed():
     other = run(1, output=("took 2 s", "loss 2", "done"))
     assert "line 1 of" in first_difference(first, other)
     assert first_difference(first, other, ignored=re.compile("took")) == (
-        "line 3 of the output of rank 0 differs\n  seed 0: (none)\n  seed 1: done"
+        "line 3 of rank 0's output differs\n  seed 0: (none)\n  seed 1: done"
     )

@@ -224,7 +224,10 @@ def test_a_starter_that_is_rank_0_itself_is_refused(launch):
         "    for process in processes: process.start()\n"
         "    work(0, 3)\n"
     )
-    assert "expected all ranks of a group to be started processes, got 2 and their" in run.ending
+    assert (
+        "expected all ranks of a group to be started processes, got 2 processes and their"
+        in run.ending
+    )
 
 
 def test_a_file_of_a_store_is_there_until_its_starter_ends(launch):

@@ -1,4 +1,4 @@
-"""Unmodified training scripts, run as ranks of a simulated world instead of by torchrun.
+"""Unmodified training scripts, run on simulated ranks instead of by torchrun.
 
-Nothing is imported here, so that `zero_sim.checkpoint_here` costs a script nothing.
+This package imports nothing, so that `zero_sim.checkpoint_here` costs a script nothing.
 """

@@ -1,7 +1,7 @@
-"""Stand-ins for GPUs, kernel packages and the compiler, where the machine or a rank lacks them.
+"""Stand-ins for missing GPUs, kernel packages and the compiler.
 
-Many scripts test for these and go on without. So nothing is replaced until a run has failed for the
-lack of it. Only `torch.compile` is off from the start.
+Many scripts check for GPUs and kernels, and go on without them. So these are replaced only after a
+run failed because they are missing. `torch.compile` is off from the start.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from zero_sim.script.record import ScriptRun
 from zero_sim.sim import RankFailed
 from zero_sim.sim.world.rank_threads import rank_state
 
-# Packages of kernels, which run only on GPUs.
+# Packages of GPU kernels.
 KERNELS = ("flash_attn", "triton")
-# Words by which scripts report that something is missing.
+# Words in messages of scripts that lack something.
 _LACK = re.compile(
     r"\b(no|not|unable|(in)?sufficient|needs?|requires?|required|at least|few)\b", re.IGNORECASE
 )
@@ -34,24 +34,24 @@ _GPU_WORDS = ("cuda", "gpu", "accelerator", "nccl")
 
 
 class MissingKernel(ImportError):
-    """A script called a kernel of a package that is not installed."""
+    """A script called a kernel, but the kernel's package is not installed."""
 
 
 def wants_gpus(run: ScriptRun) -> bool:
-    """True if a run failed, or ended before any collective, because there is no GPU."""
+    """True if a run failed, or ended before any collective, because GPUs are missing."""
     if torch.cuda.is_available():
         return False
     if isinstance(run.failure, RankFailed):
         if isinstance(run.failure.error, MissingKernel):
             return False
         return any(_names_gpu(text) for text in _texts(run.failure.error))
-    # Some scripts print that they need GPUs and end with status 0, so there is no error to look at.
+    # Some scripts print that they need GPUs and exit with 0, so look at the output too.
     is_idle = run.failure is None and not run.collective_count
     return is_idle and any(_names_gpu(line) and _LACK.search(line) for line in run.output)
 
 
 def wants_kernels(run: ScriptRun) -> bool:
-    """True if a run failed because a package of kernels is not installed."""
+    """True if a run failed because a kernel package is not installed."""
     error = run.failure.error if isinstance(run.failure, RankFailed) else None
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
         return False
@@ -63,13 +63,13 @@ def _names_gpu(text: str) -> bool:
 
 
 def _texts(error: BaseException | None) -> Iterator[str]:
-    """Yield messages of an error and of its causes, and the user's lines in their tracebacks."""
+    """Yield messages of an error and its causes, and the user's lines in their tracebacks."""
     while error is not None:
         yield str(error)
         trace = error.__traceback__
         while trace is not None:
             file = trace.tb_frame.f_code.co_filename
-            # A line such as `device = torch.device("cuda")` names the GPU if the message does not.
+            # If the message does not mention a GPU, a line such as `torch.device("cuda")` does.
             if is_of_user(file):
                 yield linecache.getline(file, trace.tb_lineno)
             trace = trace.tb_next
@@ -78,12 +78,12 @@ def _texts(error: BaseException | None) -> Iterator[str]:
 
 @contextlib.contextmanager
 def without_compiler(note: Callable[[str], None]) -> Iterator[None]:
-    """Make `torch.compile` return its argument unchanged in ranks.
+    """Make `torch.compile` a no-op in ranks.
 
-    The compiler keeps one state per process, so ranks that compile at different times break it.
+    The compiler keeps its state per process, so it breaks if ranks compile at different times.
 
     Args:
-        note: Called with a note for the user when a rank compiles.
+        note: Receives a note for the user when a rank compiles.
     """
     original = torch.compile
 
@@ -95,8 +95,7 @@ def without_compiler(note: Callable[[str], None]) -> Iterator[None]:
             # The decorator form: `@torch.compile(dynamic=True)`.
             return lambda function: function
         if isinstance(model, torch.nn.Module):
-            # By vars(), because the module's own setattr would register it as a submodule of
-            # itself.
+            # By vars(), because setattr would register the module as its own submodule.
             vars(model)["_orig_mod"] = model
         return model
 
@@ -113,13 +112,13 @@ def stubs_of_kernels() -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(finder)
-        # Else a later run would find the stubs and take the packages for installed.
+        # If the stubs stayed, a later run would take the packages for installed.
         for name in finder.found:
             sys.modules.pop(name, None)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import finder of stubs, for imports by the user's modules only."""
+    """Import finder that returns stubs, only for imports by the user's modules."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -127,7 +126,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return a stub's spec; None if a library only probes for the package."""
+        """Return a stub's spec; None for imports by libraries, which only probe for the package."""
         top = name.partition(".")[0]
         if top not in KERNELS or not (top in self.found or _is_imported_by_user(sys._getframe(1))):
             return None
@@ -139,11 +138,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _StubModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing, since a stub has no code."""
+        """Do nothing, because a stub has no code."""
 
 
 def _is_imported_by_user(frame: FrameType | None) -> bool:
-    # Frames of Python's import machinery lie between the import statement and this finder.
+    # Skip the frames of Python's import machinery between the import statement and this finder.
     while frame is not None and "importlib" in frame.f_code.co_filename:
         frame = frame.f_back
     return frame is not None and is_of_user(frame.f_code.co_filename)
@@ -157,12 +156,12 @@ class _StubModule(ModuleType):
 
 
 class Stub:
-    """Stand-in for a function or class of a package that is not installed.
+    """Stand-in for a function or class in a package that is not installed.
 
     Args:
         name: Full name, such as `triton.jit`.
-        is_language: True for decorators and types of kernels, which a module uses while it is
-            imported, so that only a launch fails. For others each call fails.
+        is_language: True for kernel decorators and types. A module uses these during its import, so
+            only a launch fails. If False, each call fails.
     """
 
     def __init__(self, name: str, *, is_language: bool) -> None:
@@ -170,14 +169,14 @@ class Stub:
         self._is_language = is_language
 
     def __call__(self, *args: Any, **kwargs: Any) -> Stub:
-        """Return the decorated kernel.
+        """Return a stub for the decorated kernel.
 
         Raises:
-            MissingKernel: The stub is an ordinary function.
+            MissingKernel: The stub stands for an ordinary function.
         """
         if not self._is_language:
             self._fail()
-        # A decorator keeps the name of its function, for the message of a launch.
+        # Keep the name of the decorated function for the message of a launch.
         function = args[0] if len(args) == 1 else None
         if isinstance(function, Stub):
             return function
@@ -194,6 +193,6 @@ class Stub:
 
     def _fail(self) -> NoReturn:
         raise MissingKernel(
-            f"expected an installed package for the kernel {self._name!r}, got none. Set the "
-            "script's own option that replaces it by torch's operations, if there is one."
+            f"expected an installed package for the kernel {self._name!r}, got none. If the "
+            "script has an option to use torch's operations instead, set it."
         )

@@ -1,6 +1,6 @@
-"""Guard in a process started by a rank: it may do anything except join a process group.
+"""Guard in processes that ranks start: such a process must not join a process group.
 
-This module imports little, because each such process imports it.
+Each of these processes imports this module, so it imports little.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Any
 
 from zero_sim.errors import UsageError
 
-# No usual exit status of another program.
+# A status that other programs rarely use.
 REFUSED_STATUS = 86
 """Exit status of a process that tried to join a group."""
 
 _C10D = "torch.distributed.distributed_c10d"
-# Called by init_process_group. A script may hold that function itself under any name, so patching
-# these two catches every way to it.
+# init_process_group calls these. They are patched instead of it, because a script may have imported
+# it under any name.
 GROUP_MAKERS = ("rendezvous", "_new_process_group_helper")
-"""Functions that are replaced in a guarded process."""
+"""Functions that the guard replaces."""
 
 
 class NoRank(UsageError):
-    """A process that is not a rank tried to join a process group."""
+    """A process tried to join a process group, but is not a rank."""
 
 
 def no_rank(rank: int | None, site: str) -> str:
-    """Return the message for a process that joins a group but was started by a rank.
+    """Return the message for a process that a rank started and that joins a group.
 
     Args:
-        rank: World rank that started it.
+        rank: World rank that started the process.
         site: Call site of the start, `file:line`.
     """
     return (
@@ -47,10 +47,10 @@ def no_rank(rank: int | None, site: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GuardedRun:
-    """The `run` of a process that a rank starts, by any start method.
+    """Replacement for the `run` of a process that a rank starts, by any start method.
 
-    The process inherits torchrun's variables. They name a store that does not exist, so that
-    without this guard `init_process_group` would wait for half an hour.
+    The process inherits torchrun's variables, which name a store that does not exist. Without this
+    guard, `init_process_group` would wait for half an hour.
     """
 
     run: Callable[[], None]
@@ -61,7 +61,7 @@ class GuardedRun:
         if _C10D in sys.modules:
             self.guard(sys.modules[_C10D])
         else:
-            # torch is not imported here: most such processes (data loaders, compilers) never need
+            # Do not import torch here: most of these processes (data loaders, compilers) never need
             # it.
             sys.meta_path.insert(0, _GuardOnImport(self))
         try:
@@ -72,7 +72,7 @@ class GuardedRun:
             raise SystemExit(REFUSED_STATUS) from None
 
     def guard(self, c10d: ModuleType) -> None:
-        """Replace torch's functions that make groups by one that raises."""
+        """Replace torch's functions that make groups by a function that raises."""
         for name in GROUP_MAKERS:
             setattr(c10d, name, self._refuse)
 
@@ -81,7 +81,7 @@ class GuardedRun:
 
 
 class _GuardOnImport:
-    """Finder that guards torch's module when it is imported."""
+    """Import finder that installs the guard when torch.distributed is imported."""
 
     def __init__(self, run: GuardedRun) -> None:
         self._run = run
@@ -92,7 +92,7 @@ class _GuardOnImport:
         """Return torch's own spec, with a loader that installs the guard after execution."""
         if name != _C10D:
             return None
-        # Once only, and before find_spec, which would otherwise come back here.
+        # Remove it first, because find_spec would come back here.
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:

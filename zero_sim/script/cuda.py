@@ -1,7 +1,7 @@
-"""CUDA in name only: scripts that require GPUs compute on the CPU, each rank on a GPU of its own.
+"""Simulated GPUs, one per rank, for scripts that require GPUs. Ranks compute on the CPU.
 
-Devices named cuda become the CPU wherever torch is called with one, and `torch.cuda` reports GPUs.
-A device that no call computes on, such as `torch.device("cuda:0")` itself, keeps its name.
+In torch calls, cuda devices are replaced by the CPU, and `torch.cuda` reports GPUs. A device that
+is not passed to a call, such as `torch.device("cuda:0")` itself, keeps its name.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from zero_sim.sim.world.rank_threads import rank_state
 
 _CUDA = re.compile(r"cuda(:\d+)?")
 _CPU = torch.device("cpu")
-# On a GPU these return the tensor itself if it is there already, as all tensors here are.
+# These return a tensor itself if it is on the GPU already. Here every tensor is.
 _AS_THEY_ARE = frozenset({torch.Tensor.cuda, torch.Tensor.pin_memory})
-# The method whose first argument is a device if it is a number. By name, because the guest of a run
-# may have replaced torch's function.
+# Method that takes a number as a device. By name, because a guest may have replaced torch's
+# function.
 _TAKES_NUMBER = "to"
-# Statistics of memory: zero, because there is no device memory.
+# Memory statistics return zero, because there is no device memory.
 _MEMORY = (
     "max_memory_allocated",
     "max_memory_reserved",
@@ -44,7 +44,7 @@ _MEMORY = (
     "memory_reserved",
     "utilization",
 )
-# Calls without an effect on a CPU that has no streams, caches or generators of its own.
+# Calls without effect, because the CPU has no streams, caches or device generators.
 _NOTHING_DONE = (
     "_sleep",
     "empty_cache",
@@ -62,21 +62,21 @@ _NOTHING_DONE = (
     "set_rng_state_all",
     "synchronize",
 )
-# As of an A100 with 80 GiB, because scripts choose batch sizes and dtypes by these.
+# An A100's memory, because scripts choose batch sizes and dtypes by the GPU.
 _MEMORY_BYTES = 80 << 30
 _NAME = "CPU in the place of a GPU"
-# Recent enough for bfloat16 and for the features that scripts check versions for.
+# Recent enough for bfloat16 and for other features whose versions scripts check.
 _CUDA_VERSION = "12.8"
 _NCCL_VERSION = (2, 27, 0)
-# A CUDA generator's state: seed and offset, 8 bytes each.
+# Size of a CUDA generator's state: seed and offset, 8 bytes each.
 _RNG_STATE_BYTES = 16
 
 
 class CudaOnCpu:
-    """Pretended GPUs of a node, of which each rank has a current one.
+    """Simulated GPUs of a node. Each rank has a current GPU.
 
     Args:
-        device_count: GPUs of a node.
+        device_count: Number of GPUs per node.
         rank: Returns the rank that runs.
     """
 
@@ -86,17 +86,17 @@ class CudaOnCpu:
         self._current: dict[int, int] = {}
 
     def in_rank(self) -> AbstractContextManager[object]:
-        """Return a context for the calling thread, in which devices named cuda are the CPU."""
+        """Return a context for the calling thread in which cuda devices are the CPU."""
         return _Moved()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Patch torch so that the process finds GPUs; entered by the thread that runs the ranks."""
+        """Patch torch so that the process finds GPUs. The thread that runs the ranks enters it."""
         self._current.clear()
-        # Cached here, before the patches below make torch report an accelerator.
+        # Fill the cache before the patches below make torch report an accelerator.
         has_accelerator()
-        # Dynamo maps all functions of torch by name when it is imported, and again after a process
-        # group was made. Built under the patches, the map would hold ours under several names.
+        # Dynamo maps torch's functions by name when it is imported, and again after a process group
+        # was made. A map built under the patches would contain our functions under several names.
         real_dynamo().trace_rules.get_torch_obj_rule_map()
         with contextlib.ExitStack() as stack:
             for place, name, value in self._patches():
@@ -106,7 +106,7 @@ class CudaOnCpu:
             yield
 
     def _patches(self) -> Iterator[tuple[Any, str, Any]]:
-        # Imported here, because it takes half a second that other runs do not need.
+        # Imported here, because this takes half a second and other runs do not need it.
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         answers = self._answers()
@@ -114,7 +114,7 @@ class CudaOnCpu:
         answers |= dict.fromkeys(_NOTHING_DONE, lambda *args, **kwargs: None)
         for name, value in answers.items():
             yield torch.cuda, name, value
-        # torch.accelerator has other names for the same functions, which changed between versions.
+        # torch.accelerator has the same functions under other names, which differ between versions.
         for name, same in (
             ("is_available", "is_available"),
             ("device_count", "device_count"),
@@ -130,11 +130,11 @@ class CudaOnCpu:
         yield dist, "is_nccl_available", lambda: True
         yield torch.cuda.nccl, "version", lambda: _NCCL_VERSION
         yield torch.version, "cuda", _CUDA_VERSION
-        # Scripts import the functions from either module.
+        # Scripts import these functions from either module.
         for place in (dist, distributed_c10d):
             for name in ("init_process_group", "new_group"):
                 yield place, name, _without_nccl(getattr(place, name))
-        # Patched here, because the binding rejects our Stream before `_Moved` could see the call.
+        # The C++ binding rejects our Stream before `_Moved` sees the call, hence this patch.
         yield torch.Tensor, "record_stream", lambda tensor, stream: None
         yield torch, "load", _mapping(torch.load, ("map_location",))
         yield torch, "set_default_device", _mapping(torch.set_default_device, ("device",))
@@ -142,7 +142,7 @@ class CudaOnCpu:
         yield torch.amp.GradScaler, "__init__", _mapping(torch.amp.GradScaler.__init__, ("device",))
         yield torch.autocast, "__init__", _autocast(torch.autocast.__init__)
         yield DeviceMesh, "__init__", _mapping(DeviceMesh.__init__, ("device_type",))
-        # DDP accepts neither of these for a model on the CPU, nor does a loader pin memory there.
+        # DDP refuses these for a model on the CPU, and a loader cannot pin memory there.
         ddp = _without(DistributedDataParallel.__init__, ("device_ids", "output_device"))
         yield DistributedDataParallel, "__init__", ddp
         fsdp = FullyShardedDataParallel
@@ -167,7 +167,7 @@ class CudaOnCpu:
                 name=_NAME, major=8, minor=0, total_memory=_MEMORY_BYTES, multi_processor_count=1
             ),
             "mem_get_info": lambda device=None: (_MEMORY_BYTES, _MEMORY_BYTES),
-            # Scripts look statistics up by name, and each is zero.
+            # Scripts look up any name, so return zero for all.
             "memory_stats": lambda device=None: defaultdict(int),
             "get_rng_state": _rng_state,
             "get_rng_state_all": lambda: [_rng_state() for _ in range(self._device_count)],
@@ -187,13 +187,13 @@ class CudaOnCpu:
         if not 0 <= index < self._device_count:
             raise RuntimeError(
                 f"CUDA error: invalid device ordinal: expected below {self._device_count}, the "
-                f"number of GPUs of the node, got {index}"
+                f"number of GPUs per node, got {index}"
             )
         self._current[self._rank()] = index
 
 
 def _rng_state(device: object = None) -> torch.Tensor:
-    """Return a constant state, because all draws come from the CPU's generator."""
+    """Return a constant state, because the CPU's generator makes all draws."""
     return torch.zeros(_RNG_STATE_BYTES, dtype=torch.uint8)
 
 
@@ -208,7 +208,7 @@ _GPU = torch.device("cuda")
 
 
 class Stream:
-    """A stand-in for `torch.cuda.Stream`. All work is done at once, in the order of the calls."""
+    """Stand-in for `torch.cuda.Stream`. Calls complete at once, in their order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._outer: list[Stream] = []
@@ -239,20 +239,20 @@ class Stream:
         return False
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Record an event, or a new one, and return it."""
+        """Record and return the event, or a new event."""
         event = event or Event()
         event.record()
         return event
 
 
 class Event:
-    """A stand-in for `torch.cuda.Event`, which occurs when it is recorded."""
+    """Stand-in for `torch.cuda.Event`, which occurs when it is recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._seconds = 0.0
 
     def record(self, stream: object = None) -> None:
-        """Take the time."""
+        """Record the event: take the time."""
         self._seconds = time.perf_counter()
 
     def wait(self, stream: object = None) -> None:
@@ -274,7 +274,7 @@ _DEFAULT_STREAM = Stream()
 
 
 class _Thread(threading.local):
-    # True if devices named cuda are the CPU in this thread.
+    # True if cuda devices are the CPU in this thread.
     moves = False
     # The current stream.
     stream = _DEFAULT_STREAM
@@ -284,7 +284,7 @@ _thread = _Thread()
 
 
 class _Moved(TorchFunctionMode):
-    """Replaces each device named cuda by the CPU in calls of torch."""
+    """Mode that replaces cuda devices by the CPU in torch calls."""
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -306,20 +306,20 @@ class _Moved(TorchFunctionMode):
         if func in _AS_THEY_ARE:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # The type's name: some libraries recognise a tensor's dtype on a GPU by it.
+            # Some libraries recognise dtypes on a GPU by names such as `torch.cuda.FloatTensor`.
             return func(*args).replace("torch.", "torch.cuda.", 1)
         if "device" in kwargs:
             kwargs["device"] = _moved(kwargs["device"], numbers=True)
         if len(args) > 1 and func.__name__ == _TAKES_NUMBER:
             args = (args[0], _moved(args[1], numbers=True), *args[2:])
-        # A number as any other argument is a size or an axis, not a device.
+        # In other calls a number is a size or an axis, not a device.
         else:
             args = tuple([_moved(arg) if type(arg) is torch.device else arg for arg in args])
         return func(*args, **kwargs)
 
 
 def _moved(value: Any, *, numbers: bool = False) -> Any:
-    """Return the CPU for a cuda device, also in the keys and values of a dict; else the value."""
+    """Return the value with cuda devices replaced by the CPU, also in keys and values of a dict."""
     if isinstance(value, torch.device):
         return _CPU if value.type == "cuda" else value
     if isinstance(value, str):
@@ -334,7 +334,7 @@ def _moved(value: Any, *, numbers: bool = False) -> Any:
 def _mapping(
     original: Callable[..., Any], names: tuple[str, ...], *, numbers: bool = False
 ) -> Callable[..., Any]:
-    """Wrap a function so that its devices are moved: options in `names`, and first arguments."""
+    """Wrap a function so that devices in its arguments, and in keywords `names`, are the CPU."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -352,7 +352,7 @@ def _mapping(
 
 
 def _without_nccl(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that makes groups: outside of ranks nccl becomes gloo."""
+    """Wrap a function that makes groups so that nccl becomes gloo outside of ranks."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -370,7 +370,7 @@ def _autocast(original: Callable[..., None]) -> Callable[..., None]:
         self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
     ) -> None:
         if _thread.moves and device_type == "cuda":
-            # The dtype as on a GPU (fp16), because autocast's default on the CPU is bf16.
+            # A GPU's default dtype is fp16; the CPU's would be bf16.
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
         original(self, device_type, dtype, *args, **kwargs)
 

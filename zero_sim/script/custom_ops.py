@@ -1,7 +1,7 @@
-"""Operators that each rank defines under the same name, while a process can have only one.
+"""Custom operators that all ranks define, although a process can have only one of each name.
 
-If a name is defined again, torch replaces the first definition, whose callers then crash. So the
-first rank's definition stays, and calls the function of the rank that runs.
+If a name is defined again, torch replaces the first definition, and callers of the first definition
+crash. So the first rank's definition stays, and calls the running rank's function.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 
 from zero_sim.sim.world.rank_threads import rank_state
 
-# By qualified name, because an operator outlives the run that defined it.
+# By qualified name. Kept for the process, because an operator outlives the run that defined it.
 _definitions: dict[str, Any] = {}
-# By qualified name, then by thread: the function of each rank.
+# Functions by qualified name, then by thread of the rank.
 _functions: dict[str, dict[int, Callable[..., Any]]] = {}
 
 
 @contextlib.contextmanager
 def operators_of_ranks() -> Iterator[None]:
-    """Let several ranks define an operator of one name with `torch.library.custom_op`."""
+    """Let all ranks define an operator under the same name with `torch.library.custom_op`."""
     original = torch.library.custom_op
 
     @functools.wraps(original)
@@ -45,7 +45,7 @@ def operators_of_ranks() -> Iterator[None]:
             functions = _functions.setdefault(name, {})
             functions[threading.get_ident()] = function
             if name not in _definitions:
-                # From the function itself, because its annotations may name globals of its module.
+                # From the function itself, because its annotations may use its module's globals.
                 known = schema or torch.library.infer_schema(function, mutates_args=mutates_args)
                 _definitions[name] = original(
                     name,
@@ -62,7 +62,7 @@ def operators_of_ranks() -> Iterator[None]:
         mock.patch.object(torch.library, "custom_op", custom_op),
         mock.patch.object(torch.library.Library, "__init__", _explained()),
     ):
-        # Threads of an earlier run are gone, and new ones may get their idents.
+        # Threads of an earlier run are gone, and new threads may get the same idents.
         for functions in _functions.values():
             functions.clear()
         yield
@@ -79,8 +79,8 @@ def _explained() -> Callable[..., None]:
         except RuntimeError as error:
             if rank_state.join is not None:
                 error.add_note(
-                    "All ranks of the simulated world are one process, which can define a "
-                    "library only once. Use torch.library.custom_op, which each rank may call."
+                    "All simulated ranks share a process, which can define a library only once. "
+                    "Use torch.library.custom_op, which each rank may call."
                 )
             raise
 
@@ -92,7 +92,7 @@ def _dispatched(
 ) -> Callable[..., Any]:
     @functools.wraps(first)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # In a module that ranks share, only the rank that imports it first defines the operator.
+        # If ranks share the module, only the rank that imported it defined the operator.
         function = functions.get(threading.get_ident()) or next(iter(functions.values()), first)
         return function(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Runs of a script on a simulated world, as torchrun would run it."""
+"""Launcher: runs a script on a simulated world, as torchrun would."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ __all__ = ["Guest", "Launcher", "NoGuest", "Settings"]
 
 
 class Launcher:
-    """Runs of one script, any number of times. The world stays open in between.
+    """Runs a script any number of times. The world stays open between runs.
 
     Args:
-        script: File or module, with its arguments.
+        script: File or module, with arguments.
         settings: World size, nodes, timing and environment.
         guest: Observer inside the ranks.
 
     Raises:
-        UsageError: The settings are invalid or do not fit together.
+        UsageError: The settings are invalid or contradict each other.
     """
 
     def __init__(self, script: Script, settings: Settings, *, guest: Guest | None = None) -> None:
@@ -42,14 +42,14 @@ class Launcher:
                 f"expected to show the output of ranks below {settings.world_size}, got "
                 f"{unknown[0]}"
             )
-        # Not the patched stream of the ranks, which would put a rank in front of each note.
+        # The original stream, because the patched stream would prefix each note with a rank.
         self._errors = sys.stderr
         self._notes: set[str] = set()
         self._is_quiet = False
         self._script = script
         self._settings = settings
         self.guest: Guest = guest or NoGuest()
-        """Observer inside the ranks. Can be replaced between runs."""
+        """Observer inside the ranks. You can replace it between runs."""
         self._state = RankState(
             environment=settings.environment,
             arguments=[script.name, *script.arguments],
@@ -74,33 +74,33 @@ class Launcher:
         self._world.close()
 
     def run(self, *, seed: int, quiet: bool = False, repeats: bool = True) -> ScriptRun:
-        """Run the script to its end, or to its failure.
+        """Run the script to its end or failure.
 
-        A script that starts its ranks itself, or fails for lack of GPUs or kernels, is run again
-        with other settings.
+        If the script starts its ranks itself, or fails because GPUs or kernels are missing, it runs
+        again with other settings.
 
         Args:
-            seed: Seed of drawn schedules, of the hostile timing, and of random numbers that the
-                script does not seed.
+            seed: Seed of random schedules, of hostile timing, and of random numbers that the script
+                does not seed.
             quiet: True to hide the output of ranks.
-            repeats: False to run only once, whatever the failure.
+            repeats: False to run only once.
         """
         self._is_quiet = quiet
         run = self._run(seed=seed)
-        # Several rounds: a script may first lack GPUs, and then kernels.
+        # A loop, because a script may first lack GPUs and then kernels.
         while repeats and (other := self.other_settings(run)) is not None:
             self._settings = other
             run = self._run(seed=seed)
         return run
 
     def other_settings(self, run: ScriptRun) -> Settings | None:
-        """Return settings that remove the cause of a failed run; None if no change would help."""
+        """Return settings that avoid a run's failure; None if no change would help."""
         settings, failure, name = self._settings, run.failure, self._script.name
         if isinstance(failure, StartsRanks) and settings.starter != "all":
             self._note(
-                f"{name} starts ranks itself at {failure.site}. It runs again as `python` would "
-                f"run it, with {settings.ranks_per_node} for the number of GPUs, and its processes "
-                "are the ranks."
+                f"{name} starts ranks itself at {failure.site}. It runs again as under `python`, "
+                f"with {settings.ranks_per_node} for the number of GPUs, and its processes are the "
+                "ranks."
             )
             return replace(settings, starter="all" if failure.all_own else "visible")
         if not settings.cuda_is_cpu and wants_gpus(run):
@@ -131,7 +131,7 @@ class Launcher:
         state = self._state
         scene = Scene(self._settings, self.guest, state_in_place=lambda: state, note=self._note)
         failure: WorldFailure | None = None
-        # Here ranks exist already, so a launcher of more ranks is refused.
+        # Ranks exist already, so refuse to launch more.
         commands = commands_of_ranks((), lambda command: check_may_launch())
         with scene.set_up(writer=lambda: state.current, quiet=self._is_quiet), commands:
             try:
@@ -147,7 +147,7 @@ class Launcher:
         collectives = len(self._world.log.collectives)
         return scene.recorded(seed=seed, failure=failure, collective_count=collectives)
 
-    # Repeated runs would show the same notes again.
+    # Each note is shown once, because repeated runs would show it again.
     def _note(self, text: str) -> None:
         if text not in self._notes and not self._is_quiet:
             self._notes.add(text)

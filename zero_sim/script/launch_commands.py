@@ -1,6 +1,6 @@
-"""Commands by which a script launches ranks in a new process: torchrun and accelerate.
+"""torchrun and accelerate commands that a script runs to launch ranks in a new process.
 
-Such a command is replaced by `zero-sim torchrun`, with the settings of the run.
+Such a command is replaced by `zero-sim torchrun` with the run's settings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zero_sim.sim.world.rank_threads import rank_state
 
 _TORCHRUN = frozenset({"torch.distributed.launch", "torch.distributed.run"})
 _ACCELERATE = "accelerate.commands.launch"
-# A command with any of these needs a real shell, so it is left alone.
+# A command with any of these characters needs a real shell, so it is left alone.
 _SHELL_CHARACTERS = frozenset("|&;<>()$`*?~\n")
 _RENAMED = {
     "--num_processes": "--nproc-per-node",
@@ -27,23 +27,23 @@ _RENAMED = {
     "-m": "-m",
     "--module": "-m",
 }
-# Options of accelerate that take no value.
+# accelerate's options without a value.
 _FLAGS = frozenset({"--cpu", "--module", "--multi_gpu", "--same_network", "-m", "--quiet", "-q"})
-# Options of accelerate that describe machines, which a simulated world does not need.
+# accelerate's options that describe machines, which a simulated world does not need.
 _MACHINE_OPTIONS = frozenset(
     {"--config_file", "--gpu_ids", "--machine_rank", "--main_process_ip", "--main_process_port"}
 )
 
 
 def torchrun_arguments(command: object, *, shell: bool = False) -> list[str] | None:
-    """Return the arguments for torchrun that a command is equivalent to; None for other commands.
+    """Return the equivalent torchrun arguments of a command; None for other commands.
 
     Args:
-        command: Any form that `subprocess.Popen` takes.
-        shell: True if a shell would read it.
+        command: Command in any form that `subprocess.Popen` takes.
+        shell: True if the command is for a shell.
 
     Raises:
-        UsageError: The command is accelerate, and has options that set up more than ranks.
+        UsageError: An accelerate command has options that set up more than ranks.
     """
     words = _words(command, shell=shell)
     if not words:
@@ -51,7 +51,7 @@ def torchrun_arguments(command: object, *, shell: bool = False) -> list[str] | N
     name, *rest = words
     name = os.path.basename(name)
     if name.startswith("python"):
-        # Options of the interpreter that change nothing about the ranks.
+        # Interpreter options that do not affect ranks.
         while rest and rest[0] in ("-u", "-O", "-B"):
             rest = rest[1:]
         if len(rest) < 2 or rest[0] != "-m":
@@ -62,7 +62,8 @@ def torchrun_arguments(command: object, *, shell: bool = False) -> list[str] | N
     if name == _ACCELERATE:
         return _from_accelerate(rest)
     if name == "torchrun" or name in _TORCHRUN:
-        # Accepted by torch.distributed.launch only, and the default of torchrun.
+        # torchrun does not accept these options of torch.distributed.launch, but works like this
+        # anyway.
         return [word for word in rest if word not in ("--use_env", "--use-env")]
     return None
 
@@ -71,7 +72,7 @@ def _words(command: object, *, shell: bool) -> list[str]:
     if isinstance(command, (str, bytes, os.PathLike)):
         text = os.fsdecode(command)
         if not shell:
-            # Without a shell a string is the program's name, spaces included.
+            # Without a shell, a string is the program's name, including spaces.
             return [text]
         return [] if _SHELL_CHARACTERS & set(text) else shlex.split(text)
     if isinstance(command, Sequence):
@@ -80,9 +81,9 @@ def _words(command: object, *, shell: bool) -> list[str]:
 
 
 def _from_accelerate(words: Sequence[str]) -> list[str]:
-    """Translate the arguments of `accelerate launch` to those of torchrun."""
+    """Translate arguments of `accelerate launch` to torchrun arguments."""
     left, found = list(words), []
-    # Up to the script's name, whose own options follow.
+    # Stop at the script's name: the script's own options follow.
     while left and left[0].startswith("-"):
         name, has_value, value = left.pop(0).partition("=")
         name = name if not name.startswith("--") else "--" + name[2:].replace("-", "_")
@@ -91,10 +92,10 @@ def _from_accelerate(words: Sequence[str]) -> list[str]:
         if name in _RENAMED:
             found += [_RENAMED[name], value] if value else [_RENAMED[name]]
         elif name not in _FLAGS and name not in _MACHINE_OPTIONS:
-            # Ignoring an option such as --mixed_precision would run another training.
+            # Ignoring an option such as --mixed_precision would change the training.
             raise UsageError(
                 f"expected options of `accelerate launch` that only set the number of ranks, "
-                f"got {name}. Use `zero-sim torchrun`, and set this in its Accelerator."
+                f"got {name}. Use `zero-sim torchrun`, and set this in the script's Accelerator."
             )
     return [*found, *left]
 
@@ -103,16 +104,16 @@ def _from_accelerate(words: Sequence[str]) -> list[str]:
 def commands_of_ranks(
     options: Sequence[str], before_launch: Callable[[str], None]
 ) -> Iterator[None]:
-    """Replace commands of ranks that launch ranks by `zero-sim torchrun`.
+    """Replace launch commands in ranks by `zero-sim torchrun`.
 
     Args:
-        options: Options of `zero-sim torchrun`, put before those of the command.
-        before_launch: Called with the command as text; may raise to refuse it.
+        options: Options of `zero-sim torchrun`, added before the command's own options.
+        before_launch: Receives the command as text; may raise to refuse it.
     """
     popen, system = subprocess.Popen.__init__, os.system
 
     def replaced(command: object, *, shell: bool) -> list[str] | None:
-        # Commands of other threads, such as a test runner's, are left alone.
+        # Leave commands of other threads alone, such as a test runner's.
         if rank_state.join is None:
             return None
         arguments = torchrun_arguments(command, shell=shell)
@@ -126,7 +127,7 @@ def commands_of_ranks(
         if other is None:
             popen(self, args, *rest, **settings)
             return
-        # Already split into words, so neither a shell nor another executable is needed.
+        # The command is split into words already, so it needs neither shell nor executable.
         popen(self, other, *rest, **settings | {"shell": False, "executable": None})
 
     def call(command: Any) -> int:

@@ -1,4 +1,4 @@
-"""Standard output and error of ranks, with the writing rank in front of each line."""
+"""Standard output and error of ranks, with the rank as prefix of each line."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import io
 from collections.abc import Callable, Collection
 from typing import Any, TextIO
 
-# Writers that are no ranks.
+# Writers other than ranks.
 CALLER = -1
-"""The process outside of ranks; its text is written unchanged."""
+"""The process outside of ranks. Its text gets no prefix."""
 STARTER = -2
-"""A script that starts its ranks itself, outside of these."""
+"""The main part of a script that starts its ranks itself."""
 
 
 class RankOutput(io.TextIOBase):
-    """Replacement of a standard stream, which knows the rank that writes.
+    """Replacement for a standard stream, which knows the writing rank.
 
-    All ranks share one object, because a logging handler that holds a stream may be shared too.
+    All ranks share this object, because they may share a logging handler that holds it.
 
     Args:
-        stream: The replaced stream.
-        writer: Returns the rank that writes, or `CALLER` or `STARTER`.
-        shown: Ranks whose lines are shown; None for all.
-        kept: Rank whose lines are kept; `CALLER` for none.
+        stream: Replaced stream.
+        writer: Returns the writing rank, `CALLER` or `STARTER`.
+        shown: Ranks whose lines are shown; None for all ranks.
+        kept: Rank whose lines are kept; `CALLER` to keep none.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class RankOutput(io.TextIOBase):
         # The unfinished line of each rank.
         self._begun: dict[int, str] = {}
         self.lines: list[str] = []
-        """Lines of the kept rank, and of a starter."""
+        """Lines of the kept rank and of a starter."""
         # Some programs write bytes to `sys.stdout.buffer`.
         self.buffer = _Bytes(self)
 
@@ -64,7 +64,7 @@ class RankOutput(io.TextIOBase):
         return self._stream.fileno()
 
     def write(self, text: str, /) -> int:
-        """Take text of the rank that runs, and show the lines that it completes."""
+        """Add text of the running rank, and show complete lines."""
         writer = self._writer()
         if writer == CALLER:
             return self._stream.write(text)
@@ -75,11 +75,11 @@ class RankOutput(io.TextIOBase):
 
     def flush(self) -> None:
         """Flush the stream."""
-        # An unfinished line stays, because another rank could write behind it on the same line.
+        # Keep unfinished lines back, because another rank could write on the same line.
         self._stream.flush()
 
     def end_rank(self, rank: int) -> None:
-        """Show a rank's unfinished line, once it has ended."""
+        """Show a rank's unfinished line when the rank has ended."""
         line = self._begun.pop(rank, "")
         if line:
             self._end_line(rank, line)
@@ -95,7 +95,7 @@ class RankOutput(io.TextIOBase):
 
 
 class _Bytes(io.BufferedIOBase):
-    """Stream of bytes under a `RankOutput`."""
+    """Byte stream under a `RankOutput`."""
 
     def __init__(self, text: RankOutput) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class _Bytes(io.BufferedIOBase):
         return True
 
     def write(self, data: Any, /) -> int:
-        # "replace", because a program may write the bytes of one character in two parts.
+        # "replace", because a program may write a character's bytes in two parts.
         self._text.write(bytes(data).decode(self._text.encoding, "replace"))
         return len(data)
 

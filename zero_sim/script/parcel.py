@@ -1,6 +1,6 @@
-"""A process object packed for a rank, which gets its own copy, as a new process would.
+"""A process object packed for a rank. As in a new process, the rank gets its own copy.
 
-Queues, locks, pipes and other objects that processes share are passed on themselves.
+Objects that processes share, such as queues, locks and pipes, are not copied.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _SHARED = (ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
 
 
 class Parcel:
-    """A process object, packed in the thread that starts it.
+    """A process object, packed in the thread that starts the process.
 
     Args:
         process: The process, before its start.
-        is_forked: True if the start method is fork, so that the process inherits all variables.
-        main: `__main__` of the starting process; None if ranks share all modules.
+        is_forked: True if the start method is fork. Then the process inherits all variables.
+        main: The starter's `__main__`; None if ranks share all modules.
 
     Raises:
-        Exception: The process cannot be pickled, and is not forked.
+        Exception: The process cannot be pickled and is not forked.
     """
 
     def __init__(
@@ -44,22 +44,22 @@ class Parcel:
         self._bytes: bytes | None = None
         self._process = copy.copy(process)
         self._variables: dict[str, Any] = {}
-        # Globals of the starter's functions. A rank's copies of the functions use its own globals.
+        # Globals of the starter's functions. Copies of these functions use the rank's own globals.
         self._space: dict[str, Any] = {}
         if is_forked and main is not None:
             self._variables = {name: copied(value) for name, value in vars(main).items()}
             self._space = vars(main)
         buffer = io.BytesIO()
         before = context.get_spawning_popen()
-        # Queues and locks of multiprocessing only let themselves be pickled while a process starts.
+        # multiprocessing's queues and locks can be pickled only while a process starts.
         context.set_spawning_popen(self)  # pyrefly: ignore [bad-argument-type]
         try:
             _Pickler(buffer, self._keep).dump(process)
         except Exception:
             if not is_forked:
                 raise
-            # A fork inherits what cannot be pickled, such as a lambda. Ranks then share its
-            # referents.
+            # A fork also inherits objects that cannot be pickled, such as a lambda. Then ranks
+            # share all objects that the process refers to.
         else:
             self._bytes = buffer.getvalue()
         finally:
@@ -69,13 +69,13 @@ class Parcel:
         """Return the calling rank's own copy of the process.
 
         Args:
-            main: The rank's `__main__` after executing the script's file. It gets the variables
-                that a fork would inherit.
+            main: The rank's `__main__` after executing the script's file. Variables that a fork
+                would inherit are added to it.
         """
         if main is not None:
             space = vars(main)
-            # Only names that executing the file did not define, such as those of `if __name__`
-            # blocks.
+            # Only names that the file did not define when it was executed, such as names in `if
+            # __name__` blocks.
             for name in self._variables.keys() - space.keys():
                 space[name] = self._with_globals(self._variables[name], space)
         if self._bytes is None:
@@ -83,7 +83,7 @@ class Parcel:
         return _Unpickler(io.BytesIO(self._bytes), self._kept).load()
 
     def _with_globals(self, value: Any, space: dict[str, Any]) -> Any:
-        # Imported functions keep the globals of their modules.
+        # Imported functions keep their modules' globals.
         if not isinstance(value, FunctionType) or value.__globals__ is not self._space:
             return value
         own = FunctionType(
@@ -93,7 +93,7 @@ class Parcel:
         return own
 
     def _keep(self, value: Any) -> int | None:
-        """Return the number of a shared object; None for an object to copy."""
+        """Keep a shared object and return its number; None for an object to copy."""
         if not _is_shared(value):
             return None
         if isinstance(value, Connection):
@@ -104,7 +104,7 @@ class Parcel:
 
 
 def _is_shared(value: Any) -> bool:
-    # Tensors share storage between processes as well (torch.multiprocessing).
+    # Processes share tensors' storage too (torch.multiprocessing).
     if isinstance(value, (torch.Tensor, *_SHARED)):
         return True
     if isinstance(value, (BaseProcess, bytes, type)):
@@ -122,7 +122,7 @@ class _Pickler(ForkingPickler):
         super().__init__(file)
         self._keep = keep
         self._numbers: dict[int, int] = {}
-        # Keeps the objects whose ids are in `_numbers` alive, so that no id is reused.
+        # References to the objects whose ids are in `_numbers`, so that no id is reused.
         self._alive: list[Any] = []
 
     def persistent_id(self, value: Any) -> int | None:  # pyrefly: ignore [bad-override]
@@ -143,7 +143,7 @@ class _Unpickler(pickle.Unpickler):
         self._loaded: dict[int, Any] = {}
 
     def persistent_load(self, number: int) -> Any:
-        """Return the object of a number. A tensor shares its storage, but not its gradient."""
+        """Return a shared object. A tensor shares its storage, but not its gradient."""
         if number not in self._loaded:
             value = self._kept[number]
             if isinstance(value, torch.nn.Parameter):

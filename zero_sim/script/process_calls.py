@@ -1,7 +1,7 @@
-"""Calls by a rank of a script that would affect its whole process: exit, signals, new processes.
+"""Calls by ranks that would affect the whole process: exit, signals, new processes.
 
-Exit functions run when the rank ends. Signal handlers are stored and never called, because a signal
-that ends the command ends all ranks. A rank that starts ranks ends its world, and the script runs
+Exit functions run when the rank ends. Signal handlers are stored but never called, because a signal
+that ends the command ends all ranks. If a rank starts ranks, its world ends, and the script runs
 again as their starter.
 """
 
@@ -31,7 +31,7 @@ from zero_sim.sim.world.run import Run
 
 class _Rank(threading.local):
     def __init__(self) -> None:
-        # Calls to make at the rank's end, in the order of registration.
+        # Exit functions in order of registration.
         self.at_exit: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
         self.handlers: dict[int, Any] = {}
 
@@ -41,18 +41,19 @@ _rank = _Rank()
 
 @contextlib.contextmanager
 def calls_of_ranks(owns: Callable[[str], bool]) -> Iterator[None]:
-    """Redirect `atexit` and `signal` calls of ranks to state of the rank.
+    """Redirect `atexit` and `signal` calls of ranks to rank-local state.
 
-    Calls of other threads, and `atexit` calls of modules that ranks share, are unchanged.
+    Calls of other threads, and `atexit` calls of shared modules, are not redirected.
 
     Args:
-        owns: Returns True if a module is the running rank's own.
+        owns: Returns True if a module belongs to the running rank alone.
     """
     register, unregister = atexit.register, atexit.unregister
     put, get = signal.signal, signal.getsignal
 
     def register_in_rank(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        # A shared module is imported once, and other ranks need it after the first one has ended.
+        # A shared module registers once for all ranks, which still need it when the first rank
+        # ends.
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if rank_state.join is None or not owns(caller):
             return register(function, *args, **kwargs)
@@ -60,14 +61,14 @@ def calls_of_ranks(owns: Callable[[str], bool]) -> Iterator[None]:
         return function
 
     def unregister_in_rank(function: Callable[..., Any], /) -> None:
-        # Both lists, because the function may be registered by a shared module.
+        # In both lists, because a shared module may have registered the function.
         _rank.at_exit[:] = [each for each in _rank.at_exit if each[0] != function]
         unregister(function)
 
     def put_in_rank(number: int, handler: Any, /) -> Any:
         if rank_state.join is None:
             return put(number, handler)
-        # Only the main thread of a process may set a handler, and ranks are other threads.
+        # Only a process's main thread may set a handler, and ranks are other threads.
         before = get_in_rank(number)
         _rank.handlers[number] = handler
         return before
@@ -88,7 +89,7 @@ def calls_of_ranks(owns: Callable[[str], bool]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def processes_of_ranks() -> Iterator[None]:
-    """End the world if a rank starts ranks; its other processes start as usual."""
+    """End the world if a rank starts ranks. Other processes start as usual."""
     start, join = BaseProcess.start, BaseProcess.join
     start_processes = torch.multiprocessing.start_processes
     module = sys.modules[start_processes.__module__]
@@ -98,7 +99,7 @@ def processes_of_ranks() -> Iterator[None]:
         if rank_state.join is None:
             start(process)
             return
-        # By process, because a failure is only seen in `join`, far from the start.
+        # Remember the call site, because a failure is only detected in `join`, far from the start.
         sites[process] = here()
         if is_rank(process, all_own=False):
             raise _started_at(sites[process], all_own=False)
@@ -106,23 +107,24 @@ def processes_of_ranks() -> Iterator[None]:
         try:
             start(process)
         finally:
-            # Only the child runs it. The object here has its own `run` again.
+            # Restore the original `run` in this process: only the child is guarded.
             del process.run
 
     def join_in_rank(process: BaseProcess, timeout: float | None = None) -> None:
-        # The guard in the child refused: its function joins a group in a way that `is_rank` cannot
-        # see.
+        # If the guard in the child refused, the child joins a group, but `is_rank` could not detect
+        # this.
         join(process, timeout)
         if process in sites and process.exitcode == REFUSED_STATUS:
             raise _started_at(sites[process], all_own=True)
 
     @functools.wraps(start_processes)
     def start_several(fn: Any, args: Any = (), nprocs: int = 1, *rest: Any, **options: Any) -> Any:
-        # torch would start no process and return at once, and the script end as if all were well.
+        # torch would start no process and return at once, and the script would end without an
+        # error.
         if rank_state.join is not None and nprocs == 0 and not torch.cuda.device_count():
             raise RuntimeError(
-                "expected at least one process to start, got 0, the number of GPUs. Start as many "
-                "processes as ranks, whatever the number of GPUs."
+                "expected at least one process to start, got 0, the number of GPUs. Start a "
+                "process per rank, regardless of the number of GPUs."
             )
         return start_processes(fn, args, nprocs, *rest, **options)
 
@@ -130,37 +132,36 @@ def processes_of_ranks() -> Iterator[None]:
         mock.patch.object(BaseProcess, "start", start_in_rank),
         mock.patch.object(BaseProcess, "join", join_in_rank),
         mock.patch.object(torch.multiprocessing, "start_processes", start_several),
-        # In the package `spawn` is a function, but the module of that name looks up its own global.
+        # The module `spawn` looks up its own global. In the package, this name is a function.
         mock.patch.object(module, "start_processes", start_several),
     ):
         yield
 
 
 def check_may_launch() -> None:
-    """End the world of a rank that launches ranks by a command.
+    """End the world of a rank that runs a launch command.
 
     Raises:
-        BaseException: Always, because torchrun started the calling rank; the script runs again as
-            the starter of its ranks.
+        BaseException: Always. The script then runs again as the starter of its ranks.
     """
     raise _started_at(here(), all_own=False)
 
 
 def _started_at(site: str, *, all_own: bool) -> BaseException:
-    """Return the error for ranks that the calling rank starts."""
+    """Return the error for a rank that starts ranks."""
     world, run = rank_state.c10d_world, rank_state.run
-    # A rank outside of any group may be a plain launcher. One in a group is a rank of torchrun's.
+    # Outside of any group, the script may be a plain launcher. In a group, this is a real rank.
     if isinstance(run, Run) and (world is None or world.default_pg is None):
         run.fail(StartsRanks(site, all_own=all_own))
-        # No Exception, because the script may catch those.
+        # RankEnded is no Exception, so that the script cannot catch it by accident.
         return RankEnded()
     return NoRank(no_rank(rank_state.rank, site))
 
 
 def run_at_exit() -> None:
-    """Run the calling rank's exit functions, the latest first, as Python does."""
+    """Run the calling rank's exit functions in reverse order, as Python does."""
     _rank.handlers.clear()
-    # A loop, because an exit function may register another one.
+    # A loop, because an exit function may register another.
     while _rank.at_exit:
         function, args, kwargs = _rank.at_exit.pop()
         function(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""Waits for pipes and locks of multiprocessing, during which other ranks run.
+"""Waits for multiprocessing's pipes and locks that let other ranks run.
 
-A rank that blocked in the operating system would keep the baton, so the rank that it waits for
-could never send. It polls instead.
+A rank that blocks in the operating system would keep the baton, and the rank that it waits for
+could never send. So ranks poll instead.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from zero_sim.sim import WorldFailure
 from zero_sim.sim.callsite import here
 from zero_sim.sim.world.rank_threads import is_forked, rank_state
 
-# Short, since a message between ranks takes at least one poll.
+# Short, because a message between ranks takes at least one poll.
 _POLL_SECONDS = 0.001
-# Completions of "rank 3 waits ...".
+# Ends of the sentence "rank 3 waits ...".
 _PIPE = "to receive from a pipe"
 _PIPES = "for pipes or processes"
 _LOCK = "for a lock of multiprocessing"
 
 
 class Starter(Protocol):
-    """The thread that starts ranks. It must run them before it waits for them."""
+    """Thread that starts ranks. It must run the ranks before it waits for them."""
 
     def is_running(self) -> bool:
         """Return True in this thread."""
         ...
 
     def run(self) -> None:
-        """Run the ranks that were started and have not run yet."""
+        """Run the ranks that have been started but have not run."""
         ...
 
 
 class MessageNeverCame(WorldFailure):
-    """A rank waits too long for a message or a lock of another process.
+    """A rank waited too long for a message or lock of another process.
 
     Args:
         rank: World rank.
@@ -61,7 +61,8 @@ class MessageNeverCame(WorldFailure):
 
 @dataclass(eq=False)
 class _Awaited:
-    # The fields that a deadlock's report reads from a wait: here no rank is known to be missing.
+    # The fields that a deadlock report reads. It is unknown which rank is missing, so none is
+    # listed.
     doing: str
     done: bool = False
     waiters: list[int] = field(default_factory=list)
@@ -71,17 +72,17 @@ class _Awaited:
 def await_in_rank(
     is_ready: Callable[[], bool], doing: str, *, seconds: float | None, stall_seconds: float
 ) -> bool:
-    """Let other ranks run until a condition holds; return False if the time is over before.
+    """Let other ranks run until a condition holds; return False after a timeout.
 
     Args:
-        is_ready: Polls the condition.
+        is_ready: Returns True if the condition holds.
         doing: Description of the wait, for errors.
-        seconds: Longest wait; None for no limit.
+        seconds: Timeout; None for no timeout.
         stall_seconds: Time after which a wait without limit is an error.
 
     Raises:
-        Deadlock: No other rank can run, and the condition does not hold after a second.
-        MessageNeverCame: The condition does not hold after `stall_seconds`.
+        Deadlock: No other rank could run for a second.
+        MessageNeverCame: The wait has no timeout and took `stall_seconds`.
     """
     run: Any = rank_state.run
     rank, begun = rank_state.rank, time.monotonic()
@@ -94,7 +95,7 @@ def await_in_rank(
         if seconds is None and passed >= stall_seconds:
             raise run.fail(MessageNeverCame(rank, doing, seconds=stall_seconds, site=here()))
         run.baton.advance()
-        # The sender may be another process, which needs real time that turns of ranks do not take.
+        # The sender may be another process, which needs real time. Turns of ranks take none.
         time.sleep(_POLL_SECONDS)
         run.baton.poll(rank, awaited, here())
     return True
@@ -102,10 +103,10 @@ def await_in_rank(
 
 @contextlib.contextmanager
 def waits_of_ranks(starter: Starter, *, stall_seconds: float) -> Iterator[None]:
-    """Make waits for other processes poll in ranks. In their starter, run the ranks first.
+    """Make waits for other processes poll in ranks. In the starter, run the ranks first.
 
     Args:
-        starter: The thread that starts the ranks.
+        starter: Thread that starts the ranks.
         stall_seconds: Time after which a wait without limit is an error.
     """
     receive, receive_bytes, poll = Connection.recv, Connection.recv_bytes, Connection.poll
@@ -114,12 +115,12 @@ def waits_of_ranks(starter: Starter, *, stall_seconds: float) -> Iterator[None]:
     make_methods = semaphore._make_methods
 
     def pause(is_ready: Callable[[], bool], doing: str, seconds: float | None = None) -> bool:
-        """Poll in a rank. Return False if the operating system shall wait."""
+        """Poll in a rank; return False if the original function must wait."""
         if starter.is_running():
             if not is_ready():
                 starter.run()
             return False
-        # Threads that are no ranks block as usual, and so does a forked copy of a rank.
+        # Threads other than ranks block as usual, and so does a forked copy of a rank.
         if rank_state.rank is None or is_forked():
             return False
         await_in_rank(is_ready, doing, seconds=seconds, stall_seconds=stall_seconds)
@@ -150,7 +151,7 @@ def waits_of_ranks(starter: Starter, *, stall_seconds: float) -> Iterator[None]:
         make_methods(lock)
         acquire = lock.acquire
 
-        # A successful poll by acquire(False) has taken the lock already, so remember it.
+        # A successful poll by acquire(False) takes the lock already, so remember this.
         def acquire_in_rank(block: bool = True, timeout: float | None = None) -> bool:
             if acquire(False):
                 return True
@@ -167,7 +168,7 @@ def waits_of_ranks(starter: Starter, *, stall_seconds: float) -> Iterator[None]:
         mock.patch.object(Connection, "poll", poll_in_rank),
         mock.patch.object(multiprocessing.connection, "wait", wait_in_rank),
         mock.patch.object(semaphore, "_make_methods", make_methods_in_rank),
-        # The original enters the C object, past the instance's `acquire`.
+        # The original __enter__ would use the C object, not the instance's `acquire`.
         mock.patch.object(semaphore, "__enter__", lambda lock: lock.acquire()),
     ):
         yield

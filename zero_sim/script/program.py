@@ -1,4 +1,4 @@
-"""A script as the program of one rank: its `__main__`, and Python's work before and after it."""
+"""A script as a rank's program, with the work that Python does before and after a script."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from zero_sim.script.process_calls import run_at_exit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Script:
-    """A file, or a module by name, with its arguments."""
+    """A file or module, with arguments."""
 
     name: str
     """File or module, as on the command line."""
     is_module: bool
     arguments: tuple[str, ...]
     path: str
-    """Absolute path of the file; empty for a module, which each rank finds itself."""
+    """Absolute path; empty for a module, which each rank finds itself."""
     code: CodeType | None
     """Compiled file; None for a module."""
 
     @property
     def folder(self) -> str:
-        """Folder that Python puts first on the path: the file's, or the working directory."""
+        """Folder that Python puts first on the path: the file's folder or the working directory."""
         return os.getcwd() if self.is_module else os.path.dirname(self.path)
 
 
@@ -40,12 +40,12 @@ def read_script(name: str, *, is_module: bool, arguments: Sequence[str]) -> Scri
     """Read a script.
 
     Args:
-        name: File, or with `is_module` the name of a module, as for `python -m`.
-        is_module: True for a module.
+        name: File, or module name as for `python -m`.
+        is_module: True if `name` is a module.
         arguments: Arguments after the name on the command line.
 
     Raises:
-        UsageError: The file cannot be read, or is not valid Python.
+        UsageError: The file cannot be read or is not valid Python.
     """
     path, code = "", None
     if not is_module:
@@ -54,12 +54,12 @@ def read_script(name: str, *, is_module: bool, arguments: Sequence[str]) -> Scri
             source = Path(path).read_bytes()
         except OSError as error:
             raise UsageError(
-                f"expected a Python script, got {name!r}: {error.strerror}. Put options of "
-                "zero-sim before it, and use -m for the name of a module."
+                f"expected a Python script, got {name!r}: {error.strerror}. Put zero-sim options "
+                "before the script, and use -m for a module name."
             ) from None
         try:
-            # In bytes, so that Python reads the encoding from the file; without our own __future__
-            # flags.
+            # Bytes, so that Python reads the encoding from the file. dont_inherit keeps out our own
+            # __future__ flags.
             code = compile(source, path, "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:
             raise UsageError(f"expected a Python script, got {name!r}: {error}") from None
@@ -67,24 +67,24 @@ def read_script(name: str, *, is_module: bool, arguments: Sequence[str]) -> Scri
 
 
 class StartReached(BaseException):
-    """A rank that executes the script's file has reached the statement that started it."""
+    """A rank that executes the script's file reached the statement that started this rank."""
 
 
 class Started(Protocol):
-    """A process that a script started, and that runs as a rank."""
+    """Process that a script started and that runs as a rank."""
 
     @property
     def is_forked(self) -> bool:
-        """True if it is forked, and so executes no file."""
+        """True if the process is forked, so that it executes no file."""
         ...
 
     def run_program(self, main: ModuleType) -> None:
-        """Run the process's function; `main` is the rank's `__main__`."""
+        """Run the process's function in a rank whose `__main__` is `main`."""
         ...
 
 
 class _Rank(threading.local):
-    # The process for which this rank executes the script's file; None at other times.
+    # Process for which this rank is executing the script's file; None at other times.
     executes_for: Started | None = None
 
 
@@ -92,13 +92,13 @@ _rank = _Rank()
 
 
 def run_as_started(script: Script, started: Started) -> None:
-    """Execute a script's file as a new process of multiprocessing does, then run the process.
+    """Execute a script's file like a new multiprocessing process, then run the process.
 
     Args:
         script: Script that started the calling rank.
         started: Process to run.
     """
-    # The name under which multiprocessing executes the file, so `if __name__` blocks do not run.
+    # multiprocessing executes the file under this name, so that `if __name__` blocks do not run.
     main = ModuleType("__mp_main__")
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     _rank.executes_for = started
@@ -106,7 +106,7 @@ def run_as_started(script: Script, started: Started) -> None:
         try:
             _execute(script, main)
         except StartReached:
-            # A fork inherits only the definitions above the statement that started it.
+            # A fork inherits only definitions above the statement that started it.
             pass
         finally:
             _rank.executes_for = None
@@ -116,18 +116,18 @@ def run_as_started(script: Script, started: Started) -> None:
 
 
 def check_not_executing() -> None:
-    """Stop a rank that starts a process while it executes the script's file.
+    """Stop a rank that starts a process while executing the script's file.
 
     Raises:
         StartReached: The rank is forked.
-        RuntimeError: The start is not below `if __name__ == "__main__"`, as Python requires.
+        RuntimeError: The start is not below `if __name__ == "__main__"`, which Python requires.
     """
     started = _rank.executes_for
     if started is None:
         return
     if started.is_forked:
         raise StartReached
-    # Python's own words, from multiprocessing.spawn, so that users find them on the web.
+    # The words of multiprocessing.spawn, so that users find them on the web.
     raise RuntimeError(
         "An attempt has been made to start a new process before the current process has finished "
         "its bootstrapping phase. Start processes below `if __name__ == '__main__':`, because "
@@ -136,13 +136,13 @@ def check_not_executing() -> None:
 
 
 def run_script(script: Script) -> None:
-    """Run a script to its end, in the calling rank.
+    """Run a script in the calling rank.
 
     Args:
         script: File or module to run.
 
     Raises:
-        BaseException: Any exception of the script, except an exit without an error.
+        BaseException: The script raised it. An exit without an error is not raised.
     """
     main = ModuleType("__main__")
     sys.modules["__main__"] = main
@@ -156,12 +156,11 @@ def run_script(script: Script) -> None:
 
 
 def _execute(script: Script, main: ModuleType) -> None:
-    # The globals that Python's own runpy.run_path and run_module set.
+    # The same globals as runpy.run_path and run_module set.
     space = vars(main)
     code, path, spec = script.code, script.path, None
     if script.is_module:
-        # Finds the module as `python -m` does. That imports its parents, here as modules of the
-        # rank.
+        # Find the module as `python -m` does. This imports its parents, as modules of this rank.
         _, spec, code = runpy._get_module_details(script.name)  # pyrefly: ignore
         path = str(spec.origin)
         sys.argv[0] = path

@@ -1,7 +1,7 @@
-"""A script's own modules, which each rank imports for itself, so that each has its own globals.
+"""A script's own modules. Each rank imports them itself, so it has its own globals.
 
-All other modules are shared. Python's import looks into the dict `sys.modules` itself, which cannot
-be made thread-local. So the entries of own modules are exchanged whenever the baton passes.
+All other modules are shared. Python's import uses the dict `sys.modules` directly, and this dict
+cannot be thread-local. So the entries of own modules are exchanged when the baton passes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from zero_sim.errors import UsageError
 from zero_sim.scenario.suggest import did_you_mean
 
 SHARED = frozenset({"numpy", "torch", "zero_sim"})
-"""Packages that cannot be imported twice in a process, so all ranks share them."""
-# A virtual environment may lie inside the script's folder. Its packages are not the script's own.
+"""Packages that all ranks share, because they cannot be imported twice in a process."""
+# Packages in a virtual environment inside the script's folder are not the script's own.
 _INSTALLED = frozenset({"dist-packages", "site-packages"})
-# The second is the name under which multiprocessing imports the main module in a new process.
+# In a new process, multiprocessing imports the main module under the second name.
 _MAINS = ("__main__", "__mp_main__")
 _STDLIB = os.path.join(os.path.realpath(sysconfig.get_path("stdlib")), "")
 
-# Python's locks of modules that are being imported belong to threads. They are exchanged too: a
-# rank that waits for others amid an import must not keep these from importing their own copy.
+# Locks of modules that are being imported. Threads own these, so they are exchanged too: a rank
+# that waits during an import must not keep other ranks from importing their own copies.
 _locks: dict[str, Any] = importlib._bootstrap._module_locks  # pyrefly: ignore
 
 
@@ -39,14 +39,14 @@ def check_found(packages: Collection[str], *, folder: str | None = None) -> None
 
     Args:
         packages: Names of top-level packages.
-        folder: Folder to search before Python's own path; None for no other.
+        folder: Folder to search before Python's path.
 
     Raises:
         UsageError: A package cannot be found.
     """
     path = [*([] if folder is None else [folder]), *sys.path]
     for name in packages:
-        # An editable install may have its own finder instead of a path entry; find_spec uses it.
+        # find_spec also finds editable installs that have their own finder instead of a path entry.
         if PathFinder.find_spec(name, path) is None and (
             name not in sys.modules and importlib.util.find_spec(name) is None
         ):
@@ -58,12 +58,12 @@ def check_found(packages: Collection[str], *, folder: str | None = None) -> None
 
 
 class OwnModules:
-    """The rank-local modules, moved in and out of `sys.modules` for one rank at a time.
+    """Rank-local modules, moved in and out of `sys.modules` for one rank at a time.
 
     Args:
-        folder: The script's folder. Modules below it are a rank's own, except packages installed
-            there. None for no such folder.
-        packages: Further top-level packages that each rank imports for itself.
+        folder: The script's folder. Modules below it are own modules, except packages installed
+            there. None if there is no script.
+        packages: Further top-level packages that each rank imports itself.
 
     Raises:
         UsageError: A package cannot be imported several times in a process.
@@ -73,26 +73,27 @@ class OwnModules:
         for name in packages:
             if name in SHARED or name in sys.builtin_module_names or not name.isidentifier():
                 raise UsageError(
-                    f"expected own modules to be top-level packages of Python code, got {name!r}. "
+                    f"expected own modules to be top-level Python packages, got {name!r}. "
                     f"{', '.join(sorted(SHARED))} are always shared."
                 )
         self._folder = None if folder is None else os.path.join(os.path.realpath(folder), "")
         self._packages = frozenset(packages)
-        # Names of all own modules found so far, in the order of import.
+        # Names of own modules found so far, in order of import.
         self._names: dict[str, None] = {}
         self._known: set[str] = set()
-        # Entries of sys.modules when it was last searched; cheap to compare at each change of rank.
+        # Number of entries in sys.modules at the last search. It is compared at each change of
+        # rank, because this is cheaper than a search.
         self._count = 0
         self._saved: dict[int, dict[str, ModuleType]] = {}
         self._saved_locks: dict[int, dict[str, Any]] = {}
 
     def begin(self, caller: int) -> None:
-        """Forget the modules of all ranks, and take out the caller's."""
+        """Forget the modules of all ranks, and take out the caller's modules."""
         self._saved.clear()
         self._saved_locks.clear()
         self._known.clear()
         self._names = {} if self._folder is None else dict.fromkeys(_MAINS)
-        # No real count, so that the first take_out searches.
+        # An impossible count, so that the first take_out searches.
         self._count = -1
         self.take_out(caller)
 
@@ -108,14 +109,14 @@ class OwnModules:
             }
 
     def put_in_place(self, owner: int) -> None:
-        """Put `owner`'s saved modules into `sys.modules`, which must contain no own ones."""
+        """Put `owner`'s saved modules into `sys.modules`, from which own modules were taken out."""
         sys.modules.update(self._saved.get(owner, {}))
         self._count = len(sys.modules)
         if owner in self._saved_locks:
             _locks.update(self._saved_locks.pop(owner))
 
     def owns(self, name: str) -> bool:
-        """Return True if the module in `sys.modules` is a rank's own."""
+        """Return True if ranks have their own copies of a module."""
         if name in self._names:
             return True
         return name in sys.modules and self._is_own(name, sys.modules[name])
@@ -128,7 +129,7 @@ class OwnModules:
     def _look_for_names(self) -> None:
         found = sys.modules.keys() - self._known
         self._known |= found
-        # In the order of import, so that a package comes before its submodules.
+        # In order of import, so that a package comes before its submodules.
         for name in [name for name in sys.modules if name in found]:
             if self._is_own(name, sys.modules[name]):
                 self._names[name] = None
@@ -143,19 +144,20 @@ class OwnModules:
             return False
         file = _file_of(module)
         if not file.endswith((".py", ".pyc", os.sep)):
-            # Built in, compiled, or made by hand: it belongs to the owner of its package.
+            # A module without a file (built in, compiled, or made by hand) belongs to its package.
             return package != name and package in self._names
         file = os.path.realpath(file)
         if not file.startswith(self._folder):
             return False
-        # A script in a folder above Python itself, such as `/`, does not own the standard library.
+        # If the script's folder contains Python itself, as `/` does, the standard library is still
+        # shared.
         if file.startswith(_STDLIB) and not self._folder.startswith(_STDLIB):
             return False
         return _INSTALLED.isdisjoint(PurePath(file.removeprefix(self._folder)).parts)
 
 
 def _file_of(module: ModuleType) -> str:
-    """Return a module's file, or the folder of a namespace package; empty if it has neither."""
+    """Return a module's file, or a namespace package's folder; empty if there is neither."""
     file = getattr(module, "__file__", None)
     if isinstance(file, str):
         return file

@@ -1,8 +1,8 @@
-"""Rank-local globals of libraries: module globals, class attributes and default arguments.
+"""Rank-local library state: module globals, class attributes and default arguments.
 
-When the baton passes, the values of the rank that had it are saved, and those of the next rank are
-written. A rank begins with copies of the values of `World.run`'s caller. Only Python's containers
-are copied, at all depths; their elements are shared.
+When the baton passes, the previous rank's values are saved and the next rank's values are written.
+A rank begins with copies of the values in `World.run`'s caller. Python's containers are copied at
+all depths; other objects are shared.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class NoSuchName(Exception):
-    """A name cannot be found: its module, class, function or argument does not exist."""
+    """A name's module, class, function or argument does not exist."""
 
 
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "nothing"})()
@@ -30,12 +30,12 @@ class Slot:
     """Location of a named value."""
 
     place: Any
-    """Module or class, or function for one of its default arguments."""
+    """Module or class; function for a default argument."""
     key: str | int
-    """Name in the module or class, or position of the default argument."""
+    """Name in the module or class; position for a default argument."""
 
     def read(self) -> Any:
-        """Return the value; `ABSENT` if there is none."""
+        """Return the value, or `ABSENT`."""
         if isinstance(self.key, int):
             return self.place.__defaults__[self.key]
         # By vars(), because getattr would unwrap a staticmethod.
@@ -44,7 +44,7 @@ class Slot:
     def write(self, value: Any) -> None:
         """Write a value; `ABSENT` deletes the name."""
         if isinstance(self.key, int):
-            # A tuple, so it is replaced as a whole.
+            # Defaults are a tuple, so replace all of them.
             defaults = list(self.place.__defaults__)
             defaults[self.key] = value
             self.place.__defaults__ = tuple(defaults)
@@ -55,25 +55,25 @@ class Slot:
 
 
 class OwnNames:
-    """Values of some names, exchanged between the process and the saved state of each rank.
+    """Values of names, exchanged between the process and each rank's saved state.
 
     Args:
-        names: `module:name`, `module:Class.attribute`, `module:function(argument)`, or `module:*`
-            for all data of a module. A global or attribute need not exist yet.
+        names: Names such as `module:name`, `module:Class.attribute`, `module:function(argument)`,
+            or `module:*` for all data in a module. A global or attribute need not exist yet.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
         self._slots: list[Slot] = []
         self.caller: list[Any] = []
-        """The caller's values, which each rank begins with copies of."""
+        """The caller's values. Each rank begins with copies."""
         self._saved: dict[int, list[Any]] = {}
         self.skipped: dict[str, str] = {}
-        """Names not found, with the reason. Another version of a library may have them."""
+        """Reasons by name not found. Another version of the library may have the name."""
 
     def begin(self, caller: int) -> None:
-        """Forget all ranks, and save the current values as `caller`'s."""
-        # Once, and not in the constructor, because it imports the modules.
+        """Forget all ranks' values, and save the current values as `caller`'s."""
+        # Not in the constructor, because this imports the modules.
         if not self._slots and not self.skipped:
             for name in self._names:
                 try:
@@ -89,7 +89,7 @@ class OwnNames:
         self._saved[owner] = [slot.read() for slot in self._slots]
 
     def put_in_place(self, owner: int) -> None:
-        """Write `owner`'s values; a new owner gets copies of the caller's."""
+        """Write `owner`'s values. A new owner gets copies of the caller's values."""
         values = self._saved.get(owner)
         if values is None:
             values = [copied(value) for value in self.caller]
@@ -97,7 +97,7 @@ class OwnNames:
             slot.write(value)
 
     def saved(self, owner: int) -> list[Any]:
-        """Return the values that an owner had when it was taken out, in the order of the slots."""
+        """Return an owner's saved values in slot order."""
         return self._saved[owner]
 
     def forget(self) -> None:
@@ -106,7 +106,7 @@ class OwnNames:
 
 
 def find_slots(name: str) -> list[Slot]:
-    """Return the slot of a name, or the slots of all data of a module, which is imported.
+    """Return the slot of a name, or all data slots of `module:*`. Imports the module.
 
     Raises:
         NoSuchName: The module, class, function or argument does not exist.
@@ -119,11 +119,11 @@ def find_slots(name: str) -> list[Slot]:
 
 
 def is_data(key: str, value: object) -> bool:
-    """Return True if an entry of a module or class can hold state of a rank."""
+    """Return True if an entry of a module or class may hold rank state."""
     return not key.startswith("__") and not isinstance(value, _NO_DATA)
 
 
-# Kinds of values that hold no state of a rank.
+# Types of values that hold no rank state.
 _NO_DATA = (
     types.ModuleType,
     types.FunctionType,
@@ -137,14 +137,14 @@ _NO_DATA = (
 
 def _import(module_name: str) -> Any:
     try:
-        # From sys.modules first: a module made by hand has no finder.
+        # Try sys.modules first: a module made by hand has no finder.
         return sys.modules.get(module_name) or importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise NoSuchName(f"no module {error.name!r}") from None
 
 
 def find_slot(name: str) -> Slot:
-    """Return the slot of a name, and import its module.
+    """Import a name's module and return its slot.
 
     Raises:
         NoSuchName: The module, class, function or argument does not exist.
@@ -159,7 +159,7 @@ def find_slot(name: str) -> Slot:
             raise NoSuchName(f"no {owner!r} in it")
     if not argument:
         return Slot(place, key)
-    # Behind decorators, and behind the object of a bound method: the function has the defaults.
+    # Unwrap decorators and bound methods, because the function itself has the defaults.
     function = inspect.unwrap(getattr(place, key, None))  # pyrefly: ignore
     function = getattr(function, "__func__", function)
     positions = default_positions(function)
@@ -169,7 +169,7 @@ def find_slot(name: str) -> Slot:
 
 
 def default_positions(function: object) -> dict[str, int]:
-    """Return the index in `__defaults__` of each positional argument that has a default."""
+    """Return indices in `__defaults__` by name of the positional argument."""
     if not isinstance(function, types.FunctionType) or not function.__defaults__:
         return {}
     code = function.__code__
@@ -179,8 +179,8 @@ def default_positions(function: object) -> dict[str, int]:
 
 
 def copied(value: Any) -> Any:
-    """Copy Python's containers at all depths; return anything else unchanged."""
-    # Exact types: a subclass may keep more than its elements, and be made in another way.
+    """Copy Python's containers at all depths; return other values unchanged."""
+    # Exact types, because a subclass may hold more than elements, or have another constructor.
     kind = type(value)
     if kind in (list, set, collections.deque):
         return kind(map(copied, value))

@@ -1,4 +1,4 @@
-"""Processes of a script that should run as ranks, because their function joins a group."""
+"""Find the processes of a script that are ranks: their function joins a group."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ import torch.multiprocessing
 
 from zero_sim.sim import WorldFailure
 
-# Functions and classes that make the default group: of Accelerate, torch and DeepSpeed.
+# Functions and classes of Accelerate, torch and DeepSpeed that make the default group.
 _JOINING = frozenset({"Accelerator", "init_device_mesh", "init_distributed", "init_process_group"})
 _INSTALLED = frozenset({"dist-packages", "site-packages"})
 _STDLIB = os.path.join(os.path.realpath(sysconfig.get_path("stdlib")), "")
-# Bounds the search for such a call, because a large script names thousands of functions.
+# Limit of the search for such a call, because a large script mentions thousands of functions.
 _FUNCTIONS_MAX = 500
 
 
 class StartsRanks(WorldFailure):
-    """A script that runs as under torchrun starts ranks itself, so this attempt ends.
+    """A script under torchrun starts ranks itself, so this attempt ends.
 
     Args:
         site: Call site of the start, `file:line`.
-        all_own: True if processes are ranks even if their function does not visibly join a group.
+        all_own: True if processes are ranks even if their function does not mention a joining call.
     """
 
     def __init__(self, site: str, *, all_own: bool) -> None:
@@ -40,23 +40,23 @@ class StartsRanks(WorldFailure):
 
 
 def torch_wrap() -> Callable[..., None]:
-    """Return the target of processes that `torch.multiprocessing.spawn` starts."""
-    # By sys.modules, because the package's attribute `spawn` is the function.
+    """Return the process target that `torch.multiprocessing.spawn` uses."""
+    # From sys.modules, because the package's attribute `spawn` is a function.
     return sys.modules[torch.multiprocessing.start_processes.__module__]._wrap  # pyrefly: ignore
 
 
 def is_rank(process: BaseProcess, *, all_own: bool) -> bool:
-    """Return True if a process, before its start, should run as a rank.
+    """Return True if a process that is about to start should run as a rank.
 
     Args:
         process: The process.
-        all_own: True if each process that runs a function of the user is a rank.
+        all_own: True if each process with a user's function is a rank.
     """
     target: Any = vars(process).get("_target")
-    # torch.multiprocessing.spawn gives each process its index, so these are ranks.
+    # torch.multiprocessing.spawn passes an index to each process, so these are ranks.
     if target is torch_wrap():
         return True
-    # Either a subclass with its own `run`, or a target.
+    # The function is a subclass's own `run` or the target.
     has_own_run = type(process).run is not BaseProcess.run
     function = _function_of(type(process).run if has_own_run else target)
     if function is None or _is_of_library(function.__code__.co_filename):
@@ -65,7 +65,7 @@ def is_rank(process: BaseProcess, *, all_own: bool) -> bool:
 
 
 def _function_of(target: Any) -> FunctionType | None:
-    # Down to the user's function, through partials, methods, callable objects and decorators.
+    # Unwrap partials, methods, callable objects and decorators to get the user's function.
     while isinstance(target, functools.partial):
         target = target.func
     if isinstance(target, MethodType):
@@ -77,19 +77,19 @@ def _function_of(target: Any) -> FunctionType | None:
 
 
 def _is_of_library(file: str) -> bool:
-    """Return True for files of Python and of torch, except torch's test harness."""
+    """Return True for files of Python and torch, except torch's test harness."""
     file = os.path.realpath(file)
     if not _INSTALLED.isdisjoint(PurePath(file).parts):
-        # Files under torch/testing start ranks for tests of users, who subclass them.
+        # Users subclass test cases in torch/testing, which start ranks.
         package = PurePath(os.path.relpath(file, os.path.dirname(torch.__file__))).parts[0]
         return package not in ("..", "testing")
     return file.startswith(_STDLIB)
 
 
 def _joins_group(function: FunctionType) -> bool:
-    """Return True if a function, or a user's function that it mentions, mentions a joining call.
+    """Return True if a function mentions a joining call, directly or through users' functions.
 
-    A static search by names, because the process does not run yet.
+    The search is static, by names, because the process does not run yet.
     """
     seen: set[CodeType] = set()
     left = [function]
@@ -101,7 +101,7 @@ def _joins_group(function: FunctionType) -> bool:
         names = set(_names(here.__code__))
         if names & _JOINING:
             return True
-        # Also through modules: `import train` and `train.main()` mention both names.
+        # Look in modules too: `train.main()` mentions both names.
         spaces = [here.__globals__, *_own_modules(here.__globals__, names)]
         for space in spaces:
             for name in names & space.keys():
@@ -110,7 +110,7 @@ def _joins_group(function: FunctionType) -> bool:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    # Nested functions and comprehensions are constants of the code around them.
+    # Nested functions and comprehensions are constants of the enclosing code.
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -133,7 +133,7 @@ def _functions(value: Any) -> Iterator[FunctionType]:
 
 
 def is_of_user(file: str | None) -> bool:
-    """Return True for a file that belongs to neither Python nor an installed package."""
+    """Return True for a file outside of Python and installed packages."""
     if not file:
         return False
     file = os.path.realpath(file)

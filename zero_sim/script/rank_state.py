@@ -1,7 +1,7 @@
-"""State of a process that each rank of a script needs for itself, besides torch's.
+"""Process state, besides torch's, that each rank needs for itself.
 
-Environment, arguments, working directory, own modules, globals of shared ones, `print`, logging.
-When the baton passes, the values of the rank that had it are saved, and those of the next rank are
+This is: environment, arguments, working directory, own modules, globals of shared modules, `print`,
+logging. When the baton passes, the previous rank's state is saved and the next rank's state is
 written.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 from zero_sim.script.rank_local_modules import OwnModules
 from zero_sim.script.rank_local_names import OwnNames
 
-# Scripts replace each of these, for example `print` to silence all ranks but the first.
+# Scripts replace these, for example `print` to silence all ranks but the first.
 _SLOTS: tuple[tuple[Any, str], ...] = (
     (sys, "argv"),
     (sys, "path"),
@@ -36,22 +36,22 @@ class _Saved:
     logging: list[Any]
     loggers: dict[str, Any]
     folder: str
-    # The working directory; empty if it was removed.
+    # Working directory; empty if it was removed.
 
 
 class RankState:
-    """Process state, exchanged between the process and the saved state of each rank.
+    """Process state, exchanged between the process and each rank's saved state.
 
     Args:
-        environment: Returns the variables of a rank that are added to the caller's environment.
-        arguments: `sys.argv` of each rank at the beginning; None for the caller's.
-        folder: The script's folder: first on its path, with modules that each rank imports for
-            itself. None for no such folder.
-        packages: Further top-level packages that each rank imports for itself.
-        names: Globals of shared modules of which each rank has its own value, as in `OwnNames`.
+        environment: Returns a rank's variables, which are added to the caller's environment.
+        arguments: Initial `sys.argv` of each rank; None for the caller's.
+        folder: The script's folder: first on the path, with modules that each rank imports itself.
+            None if there is no script.
+        packages: Further top-level packages that each rank imports itself.
+        names: Rank-local globals of shared modules, as for `OwnNames`.
 
     Raises:
-        UsageError: A package cannot be a rank's own.
+        UsageError: A package cannot be imported several times in a process.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RankState:
         names: Sequence[str] = (),
     ) -> None:
         self.current = -1
-        """Owner of the current state: a rank, or -1 for the caller of `World.run`."""
+        """Owner of the current state: a rank, or -1 for `World.run`'s caller."""
         self._environment = environment
         self._arguments = None if arguments is None else list(arguments)
         self._folder = folder
@@ -74,7 +74,7 @@ class RankState:
         self._saved: dict[int, _Saved] = {}
 
     def begin(self, caller: int) -> None:
-        """Forget all ranks, and save the current state as `caller`'s."""
+        """Forget all ranks' state, and save the current state as `caller`'s."""
         self._saved.clear()
         self._caller = caller
         self._saved[caller] = _read()
@@ -88,18 +88,18 @@ class RankState:
         self._modules.take_out(owner)
 
     def put_in_place(self, owner: int, *, previous: int) -> None:
-        """Write `owner`'s state; `previous`'s was saved just before."""
+        """Write `owner`'s state. The state of `previous` was saved just before."""
         saved = self._saved.get(owner)
         if saved is None:
             saved = self._saved[owner] = self._beginning(owner)
-        # Modules first, because the values of names may be in them.
+        # Modules first, because names may be in these modules.
         self._modules.put_in_place(owner)
         self._names.put_in_place(owner)
         _put(saved, before=self._saved[previous])
         self.current = owner
 
     def owns(self, module: str) -> bool:
-        """Return True if a module belongs to the rank that runs, instead of to all ranks."""
+        """Return True if a module belongs to the running rank, False if ranks share it."""
         return self._modules.owns(module)
 
     def forget(self) -> None:
@@ -110,7 +110,7 @@ class RankState:
 
     def _beginning(self, rank: int) -> _Saved:
         caller = self._saved[self._caller]
-        # In the encoding of `os.environ._data`: bytes on POSIX.
+        # Encoded as in `os.environ._data`: bytes on POSIX.
         own = {
             os.environ.encodekey(name): os.environ.encodevalue(value)  # pyrefly: ignore
             for name, value in self._environment(rank).items()
@@ -121,9 +121,9 @@ class RankState:
         return _Saved(
             slots=[list(argv), list(path), *others],
             environment={**caller.environment, **own},
-            # Python's defaults, as in a new process: the caller's handlers are not a rank's.
+            # Python's defaults, as in a new process: ranks do not inherit the caller's handlers.
             logging=[logging.WARNING, [], [], False],
-            # A copy of the dict, with the same loggers: libraries hold these in their globals.
+            # A copy of the dict with the same loggers, because libraries hold loggers in globals.
             loggers=dict(caller.loggers),
             folder=caller.folder,
         )
@@ -132,13 +132,13 @@ class RankState:
 def _read() -> _Saved:
     try:
         folder = os.getcwd()
-    # The rank has removed its working directory.
+    # The rank removed its working directory.
     except OSError:
         folder = ""
     root = logging.root
     return _Saved(
         slots=[getattr(place, name) for place, name in _SLOTS],
-        # The dict itself, not a copy: exchanging it costs the same for any number of variables.
+        # The dict itself, not a copy, so that the cost does not depend on the number of variables.
         environment=os.environ._data,  # pyrefly: ignore [missing-attribute]
         logging=[getattr(root, name) for name in _LOGGING],
         loggers=root.manager.loggerDict,
@@ -158,7 +158,7 @@ def _put(saved: _Saved, *, before: _Saved) -> None:
         setattr(root, name, value)
     root.manager.loggerDict = saved.loggers
     if saved.logging[0] != before.logging[0]:
-        # Each logger caches which levels are enabled, by the root's level.
+        # Loggers cache enabled levels, which depend on the root's level.
         root.manager._clear_cache()  # pyrefly: ignore [missing-attribute]
 
 
@@ -166,7 +166,7 @@ def _put_environment(environment: dict[Any, Any], *, before: dict[Any, Any]) -> 
     os.environ._data = environment  # pyrefly: ignore [missing-attribute]
     if os.supports_bytes_environ:
         os.environb._data = environment  # pyrefly: ignore [missing-attribute]
-    # C code, and programs that a rank starts, read the process's environment instead.
+    # C code, and programs that a rank starts, read the process's real environment.
     for name in before.keys() - environment.keys():
         os.unsetenv(name)
     for name, value in environment.items() - before.items():

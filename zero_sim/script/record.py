@@ -1,4 +1,4 @@
-"""The record of one run of a script: its ending, rank 0's output, digests at named points."""
+"""Record of a script run: ending, rank 0's output, and digests at named points."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from zero_sim.script.settings import Settings
 from zero_sim.sim import WorldFailure, unwatched
 from zero_sim.sim.callsite import site_of
 
-# 128 bits: no two of a run's tensors collide by accident.
+# 128 bits, so that tensors do not collide by accident.
 _DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One visit of a rank to a named point."""
+    """A rank's visit to a named point."""
 
     name: str
     visit: int
-    """Earlier visits of the rank to this point."""
+    """Number of earlier visits of the rank to this point."""
     site: str
     """Call site, `file:line`."""
     digests: Mapping[str, bytes]
-    """Hash of each value at the point, by name."""
+    """Hashes of the values at the point, by name."""
 
     @property
     def title(self) -> str:
@@ -40,36 +40,36 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScriptRun:
-    """One run of a script."""
+    """A run of a script."""
 
     seed: int
     failure: WorldFailure | None
-    """Failure that ended the run; None if every rank reached its end."""
+    """Failure that ended the run; None if every rank finished."""
     ending: str
-    """Description of the ending, without details that differ between equal runs."""
+    """Description of the ending, without details such as stacks that differ between equal runs."""
     output: tuple[str, ...]
-    """Lines of rank 0 on its standard output."""
+    """Rank 0's lines on standard output."""
     points: tuple[tuple[Point, ...], ...]
-    """Visits of each rank, in their order."""
+    """Visits by rank, in order of time."""
     collective_count: int
     settings: Settings
-    """Settings of the last attempt, for example with CUDA on the CPU."""
+    """Settings of the last attempt, which may differ from the user's, for example `cuda_is_cpu`."""
     started: tuple[int, ...] = ()
-    """Sizes of the worlds that the script started itself; empty if none."""
+    """Sizes of the worlds that the script started itself."""
 
 
 @dataclass(slots=True)
 class PointRecorder:
-    """Recorder of the points that one rank reaches."""
+    """Recorder of a rank's visits to named points."""
 
     points: list[Point] = field(default_factory=list)
     _visits: dict[str, int] = field(default_factory=dict)
 
     def note(self, name: str, things: tuple[object, ...], *, file: str, line: int) -> None:
-        """Hash the rank's values at a point."""
+        """Record a visit: hash the rank's values."""
         visit = self._visits.get(name, 0)
         self._visits[name] = visit + 1
-        # An optimizer's state is named by its params, which only the modules beside it can name.
+        # An optimizer does not know its params' names, so take them from modules in the same call.
         names = {
             id(param): path
             for thing in things
@@ -78,12 +78,12 @@ class PointRecorder:
         }
         digests: dict[str, bytes] = {}
         several = len(things) > 1
-        # Unwatched, because reading tensors for a hash is no data race of the script's.
+        # Unwatched, because these reads are no data race of the script.
         with torch.no_grad(), unwatched():
             for index, thing in enumerate(things):
                 for path, value in _values(thing, names, path=""):
                     key = path or f"value {index}"
-                    # Two modules may have a param of the same name.
+                    # Two modules may have params with the same name.
                     if several and key in digests:
                         key = f"{key} of argument {index}"
                     digests[key] = _digest(value)
@@ -91,7 +91,7 @@ class PointRecorder:
 
 
 def _values(thing: object, names: Mapping[int, str], *, path: str) -> Iterator[tuple[str, object]]:
-    """Yield each value in a thing that can differ between runs, with its name."""
+    """Yield each leaf value in a thing, with its name."""
     if isinstance(thing, torch.nn.Module):
         for name, param in thing.named_parameters():
             yield name, param
@@ -118,7 +118,7 @@ def _digest(value: object) -> bytes:
     if isinstance(value, torch.Tensor):
         _add_tensor(digest, value)
     elif value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
-        # By repr, which is exact for floats and distinguishes -0.0 from 0.0.
+        # repr is exact for floats and distinguishes -0.0 from 0.0.
         digest.update(repr(value).encode())
     else:
         raise UsageError(
@@ -134,30 +134,30 @@ def _add_tensor(digest: hashlib.blake2b, tensor: torch.Tensor) -> None:
     if local.layout is not torch.strided:
         local = local.to_dense()
     digest.update(f"{local.dtype} {tuple(local.shape)} ".encode())
-    # FSDP frees the memory of unsharded params, but keeps their shapes.
+    # FSDP frees unsharded params' memory, but keeps their shapes.
     if local.is_meta or not local.untyped_storage().nbytes():
         return
-    # [bytes], because numpy has no bf16.
+    # View as [bytes], because numpy has no bf16.
     local = local.cpu().contiguous().reshape(-1)
     digest.update(local.view(torch.uint8).numpy().tobytes())
 
 
-# Ranks that a report lists.
+# Maximum number of ranks that a report lists.
 _RANKS_MAX = 16
 
 
 def first_difference(
     first: ScriptRun, other: ScriptRun, *, ignored: re.Pattern[str] | None = None
 ) -> str:
-    """Return a description of the first difference between two runs; empty if they are equal.
+    """Describe the first difference between two runs; empty if they are equal.
 
-    Points come before endings and output, because they are nearest to the cause. Among points, the
-    earliest of any rank comes first.
+    Points are compared before endings and output, because they are nearest to the cause. If several
+    ranks differ, their earliest point counts.
 
     Args:
         first: Reference run.
-        other: Run to compare with it.
-        ignored: Pattern of rank 0's lines to skip.
+        other: Other run.
+        ignored: Pattern for lines of rank 0 to skip.
     """
     return (
         _of_points(first, other)
@@ -174,7 +174,7 @@ def _of_points(first: ScriptRun, other: ScriptRun) -> str:
             for rank, (a, b) in enumerate(
                 zip(_nth(first.points, index), _nth(other.points, index), strict=True)
             )
-            # Points missing after an early end are a consequence. The ending is reported instead.
+            # If a run failed, missing points are a consequence, and the ending is reported instead.
             if not _same(a, b)
             and not (a is None and first.failure)
             and not (b is None and other.failure)
@@ -203,10 +203,10 @@ def _describe(
     assert point is not None
     if a is None or b is None:
         only = seeds[0] if b is None else seeds[1]
-        return f"only with seed {only} rank {rank} came to point {point.title}, at {point.site}"
+        return f"only with seed {only}, rank {rank} reached point {point.title}, at {point.site}"
     if (a.name, a.visit) != (b.name, b.visit):
         return (
-            f"rank {rank} came to point {a.title}, at {a.site}, with seed {seeds[0]}, and to "
+            f"rank {rank} reached point {a.title}, at {a.site}, with seed {seeds[0]}, and point "
             f"{b.title}, at {b.site}, with seed {seeds[1]}"
         )
     keys = [key for key in {**a.digests, **b.digests} if a.digests.get(key) != b.digests.get(key)]
@@ -234,8 +234,8 @@ def _of_endings(first: ScriptRun, other: ScriptRun) -> str:
 
 
 def _compared(run: ScriptRun, ignored: re.Pattern[str] | None) -> tuple[int, list[tuple[int, str]]]:
-    """Return the run's seed, and the numbered lines of rank 0 to compare."""
-    # Numbered before lines are skipped, so that numbers match the output.
+    """Return the run's seed and the numbered lines of rank 0 to compare."""
+    # Number lines before skipping any, so that the numbers match the output.
     lines = enumerate(run.output, start=1)
     return run.seed, [each for each in lines if ignored is None or not ignored.search(each[1])]
 
@@ -247,7 +247,7 @@ def _of_output(
     for a, b in zip_longest(first[1], other[1], fillvalue=nothing):
         if a[1] != b[1]:
             return (
-                f"line {a[0] or b[0]} of the output of rank 0 differs\n"
+                f"line {a[0] or b[0]} of rank 0's output differs\n"
                 f"  seed {first[0]}: {a[1]}\n  seed {other[0]}: {b[1]}"
             )
     return ""

@@ -1,6 +1,7 @@
-"""`torch.distributed.rpc` in ranks, all of which share the one agent of the process.
+"""`torch.distributed.rpc` in ranks.
 
-Test harnesses join it by default, so joining does nothing, and remote calls are refused.
+The process has a single RPC agent, which ranks cannot share. Test harnesses join it by default, so
+joining has no effect, and remote calls are refused.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from zero_sim.sim.world.rank_threads import rank_state
 
 @contextlib.contextmanager
 def remote_calls_refused() -> Iterator[None]:
-    """Let ranks join and leave the RPC agent without effect; remote calls raise `UsageError`."""
+    """Make joining and leaving RPC no-ops in ranks, and remote calls raise `UsageError`."""
 
     def in_rank(name: str, replacement: Callable[..., None]) -> Any:
         original = getattr(rpc, name)

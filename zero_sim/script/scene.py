@@ -1,4 +1,4 @@
-"""The process as a script's ranks find it (streams, calls, devices), and the record of a run."""
+"""Setup of the process for a script's ranks (streams, calls, devices), and records of runs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from zero_sim.sim.callsite import raising_site, site_of
 
 
 class Scene:
-    """One run of a script.
+    """Setup of the process for a script run.
 
     Args:
         settings: World of the run.
         guest: Observer inside the ranks.
-        state_in_place: Returns the state of the world whose rank runs.
-        note: Called with notes for the user.
+        state_in_place: Returns the state of the world that is running.
+        note: Receives notes for the user.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Scene:
         self._guest = guest
         self._state_in_place = state_in_place
         self._recorders: dict[int, PointRecorder] = {}
-        # One GPU per rank by default, as most scripts set device LOCAL_RANK.
+        # By default a GPU per rank, because most scripts use device LOCAL_RANK.
         self._cuda = CudaOnCpu(
             device_count=settings.gpus_per_node or settings.ranks_per_node,
             rank=lambda: state_in_place().current,
@@ -56,13 +56,13 @@ class Scene:
         """Set the process up for ranks.
 
         Args:
-            writer: Returns the rank that writes to a stream, as for `RankOutput`.
+            writer: Returns the writing rank, as for `RankOutput`.
             quiet: True to hide the output of ranks.
         """
         with contextlib.ExitStack() as stack:
-            # Streams first, so that they are restored last and show messages of all others.
+            # Streams first, so that they are restored last and show messages of all other contexts.
             self._streams = stack.enter_context(self._output(writer, quiet=quiet))
-            # Looked up at each call, because a starter and its ranks have different states.
+            # Look the state up in each call, because a starter and its ranks have different states.
             owns = lambda module: self._state_in_place().owns(module)  # noqa: E731
             stack.enter_context(calls_of_ranks(owns))
             stack.enter_context(processes_of_ranks())
@@ -76,11 +76,11 @@ class Scene:
             yield
 
     def devices_in_rank(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context for a program, in which devices named cuda may be the CPU."""
+        """Return a context for a program; with `cuda_is_cpu`, cuda devices are the CPU in it."""
         return self._cuda.in_rank() if self._settings.cuda_is_cpu else contextlib.nullcontext()
 
     def run_in_rank(self, world: World, rank: int, program: Callable[[], Any]) -> None:
-        """Run the program of one rank under the guest and a recorder of points."""
+        """Run a rank's program under the guest and a point recorder."""
         world.log.watch = self._guest.called
         record_with(self._recorders.setdefault(rank, PointRecorder()))
         try:
@@ -91,7 +91,7 @@ class Scene:
             self.end_lines(rank)
 
     def end_lines(self, writer: int) -> None:
-        """Show the unfinished lines of a writer."""
+        """Show a writer's unfinished lines."""
         for stream in self._streams or ():
             stream.end_rank(writer)
 
@@ -120,7 +120,8 @@ class Scene:
     def _output(
         self, writer: Callable[[], int], *, quiet: bool
     ) -> Iterator[tuple[RankOutput, RankOutput]]:
-        # Standard error is shown but not kept: its warnings and times differ between equal runs.
+        # Standard error is not kept for comparison: its warnings and times differ between equal
+        # runs.
         shown: Collection[int] | None = frozenset() if quiet else self._settings.shown
         streams = sys.stdout, sys.stderr
         out, err = (
@@ -135,11 +136,11 @@ class Scene:
 
 
 def ending_of(failure: WorldFailure | None) -> str:
-    """Describe the ending of a run in one line."""
+    """Describe a run's ending in one line."""
     if failure is None:
         return "every rank reached its end"
     if not isinstance(failure, RankFailed):
-        # The first line names the failure. The rest contains stacks, which differ between runs.
+        # Only the first line, because the rest contains stacks, which differ between runs.
         return str(failure).partition("\n")[0]
     site = site_of(*raising_site(failure.error))
     if isinstance(failure.error, SystemExit):

@@ -1,4 +1,4 @@
-"""Named points of a training script, at which its runs are compared."""
+"""Named points of a training script, where its runs are compared."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Protocol
 
 
 class Recorder(Protocol):
-    """Recorder of the named points that one rank reaches."""
+    """Recorder of a rank's visits to named points."""
 
     def note(self, name: str, things: tuple[object, ...], *, file: str, line: int) -> None:
-        """Record a rank's values at a point.
+        """Record a visit.
 
         Args:
             name: Name of the point.
-            things: Modules, optimizers, tensors, and dicts, lists and tuples of these.
+            things: Values, as for `checkpoint_here`.
             file: File of the call.
             line: Line of the call.
         """
@@ -23,7 +23,7 @@ class Recorder(Protocol):
 
 
 class _Here(threading.local):
-    # Per thread, because each rank is a thread with its own recorder.
+    # Thread-local, because each rank is a thread with its own recorder.
     recorder: Recorder | None = None
 
 
@@ -31,10 +31,10 @@ _here = _Here()
 
 
 def checkpoint_here(name: str, *things: object) -> None:
-    """Name a point of a training script, at which its runs must agree bit by bit.
+    """Name a point of a training script where runs must agree bit by bit.
 
-    Under `zero-sim torchrun --runs N` every tensor of the arguments is hashed on every rank, and
-    the first one that differs between runs is reported. Otherwise this does nothing.
+    Under `zero-sim torchrun --runs N`, each rank hashes every tensor in the arguments, and the
+    first tensor that differs between runs is reported. Otherwise this does nothing.
 
     Args:
         name: Name of the point in reports. A run may reach it many times.
@@ -48,11 +48,11 @@ def checkpoint_here(name: str, *things: object) -> None:
     recorder = _here.recorder
     if recorder is None:
         return
-    # After the early return, so that a script without a recorder pays for one lookup only.
+    # After the early return, so that a script without a recorder only pays for a lookup.
     caller = sys._getframe(1)
     recorder.note(name, things, file=caller.f_code.co_filename, line=caller.f_lineno)
 
 
 def record_with(recorder: Recorder | None) -> None:
-    """Set the recorder of the points that the calling thread reaches from now on."""
+    """Set the calling thread's recorder; None to record nothing."""
     _here.recorder = recorder

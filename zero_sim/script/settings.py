@@ -1,4 +1,4 @@
-"""Settings of the world that a script runs on, and the protocol of observers in its ranks."""
+"""Settings of a script's world, and the protocol of observers in its ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, Literal, Protocol
 from zero_sim.sim.call import Call
 from zero_sim.sim.log import CollectiveRecord
 
-# Without their own globals, all ranks would find the first rank's.
+# If these were shared, all ranks would see the first rank's values.
 KEEP_A_RANK = ("accelerate", "hydra")
-"""Packages that keep the rank or settings in globals, so each rank imports its own."""
+"""Packages that keep the rank or settings in globals, so that each rank imports its own copy."""
 
 SINGLETONS = (
     "accelerate.state:AcceleratorState._shared_state",
@@ -23,12 +23,12 @@ SINGLETONS = (
     "fairscale.nn.model_parallel.initialize:*",
     "hydra.core.singleton:Singleton._instances",
 )
-"""Globals with a rank's state, for ranks that share the packages."""
+"""Globals with rank state in packages that ranks share."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Settings of a simulated world for a script."""
+    """Settings of a script's simulated world."""
 
     ranks_per_node: int
     nodes: int = 1
@@ -40,20 +40,22 @@ class Settings:
     strict: bool = True
     stall_seconds: float = 300.0
     packages: tuple[str, ...] = ()
-    """Top-level packages that each rank imports for itself, besides the script's folder and
-    `KEEP_A_RANK`."""
+    """Top-level packages that each rank imports itself, besides modules in the script's folder and
+    `KEEP_A_RANK`.
+    """
     cuda_is_cpu: bool = False
     gpus_per_node: int | None = None
-    """GPUs that scripts find with `cuda_is_cpu`; None for one per rank."""
+    """Number of GPUs per node with `cuda_is_cpu`; None for a GPU per rank."""
     kernels_are_stubs: bool = False
-    """True if kernel packages that are not installed are replaced by stubs."""
+    """True to replace missing kernel packages by stubs."""
     starter: Literal["", "visible", "all"] = ""
-    """Empty if torchrun starts the ranks. For a script that starts them itself: "visible" if
-    processes that visibly join a group are ranks, "all" if all that run its own functions are."""
+    """Empty if torchrun starts the ranks. If the script starts its ranks: "visible" if processes
+    whose function mentions a joining call are ranks, "all" if all processes with its functions are.
+    """
     address: str = "localhost"
     port: int = 29500
     shown: frozenset[int] | None = None
-    """Ranks whose output is shown; None for all."""
+    """Ranks whose output is shown; None for all ranks."""
 
     @property
     def world_size(self) -> int:
@@ -62,11 +64,11 @@ class Settings:
 
     @property
     def own_packages(self) -> tuple[str, ...]:
-        """Packages that each rank imports for itself."""
+        """All packages that each rank imports itself."""
         return (*KEEP_A_RANK, *self.packages)
 
     def of_world(self) -> dict[str, Any]:
-        """Return the arguments of `World`, except its size and seed."""
+        """Return arguments for `World`, except size and seed."""
         return {
             "order": self.order,
             "schedule": self.schedule,
@@ -80,7 +82,7 @@ class Settings:
         }
 
     def options(self, *, seed: int) -> list[str]:
-        """Return options of `zero-sim torchrun` for the same world, except its size."""
+        """Return `zero-sim torchrun` options for the same world, except its size."""
         flags = (
             ("--races", self.races),
             ("--no-strict", not self.strict),
@@ -98,7 +100,7 @@ class Settings:
 
     def environment(self, rank: int) -> Mapping[str, str]:
         """Return the variables that torchrun sets for a rank."""
-        # Ranks are dense by node, as torchrun assigns them.
+        # Like torchrun, number the ranks node by node.
         node, local_rank = divmod(rank, self.ranks_per_node)
         facts = {
             "RANK": rank,
@@ -112,7 +114,7 @@ class Settings:
             "ROLE_WORLD_SIZE": self.world_size,
             "MASTER_ADDR": self.address,
             "MASTER_PORT": self.port,
-            # torchrun's default, if several ranks share a machine.
+            # torchrun's default if several ranks share a machine.
             "OMP_NUM_THREADS": 1,
             "TORCHELASTIC_RESTART_COUNT": 0,
             "TORCHELASTIC_MAX_RESTARTS": 0,
@@ -123,23 +125,23 @@ class Settings:
 
 
 class Guest(Protocol):
-    """Observer of a script's ranks, from inside."""
+    """Observer inside a script's ranks."""
 
     @property
     def needs_all_ranks(self) -> bool:
-        """True if scripts whose ranks are in other processes must be refused."""
+        """True to refuse scripts whose ranks run in other processes."""
         ...
 
     def in_rank(self, rank: int) -> AbstractContextManager[object]:
-        """Return a context for one rank's program, entered in its thread."""
+        """Return a context for a rank's program, entered in the rank's thread."""
         ...
 
     def in_starter(self) -> AbstractContextManager[object]:
-        """Return a context for the main part of a script that starts its ranks, in its thread."""
+        """Return a context for the main part of a script that starts its ranks."""
         ...
 
     def called(self, record: CollectiveRecord, call: Call) -> None:
-        """Receive each call of a collective, in the thread of its rank."""
+        """Receive a collective call, in the rank's thread."""
         ...
 
 

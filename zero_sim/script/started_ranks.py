@@ -1,8 +1,8 @@
-"""Processes that a script or a test starts, and that run as ranks of one world.
+"""Processes that a script or test starts and that run as ranks of a world.
 
 [Note: started ranks]
-A process is packed when it is started. A world needs all of its ranks at once. So they run when the
-starter first waits for one: joins it, checks if it is alive, or receives from a pipe.
+A world needs all of its ranks at once. So a started process is only packed. The ranks run when the
+starter first waits: when it joins a process, checks if one is alive, or receives from a pipe.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from zero_sim.sim.callsite import here
 from zero_sim.sim.world.rank_threads import rank_state
 
 TERMINATED = -15
-"""Exit code of a process ended by SIGTERM."""
+"""Exit code of a process that SIGTERM ended."""
 _FAILED = 1
 _numbers = itertools.count(1)
 
 RunWorld = Callable[[Sequence["RankPopen"]], None]
-"""Runs processes as the ranks of a world; raises the world's failure."""
+"""Runs processes as ranks of a world; raises the world's failure."""
 
 
 class RankPopen:
-    """Replacement for the operating system's process behind a `Process` object.
+    """Rank behind a `Process` object, in place of a system process.
 
     Args:
-        parcel: The packed process.
-        is_forked: True if the start method is fork, so that the rank executes no file.
-        ranks: Runs the process with the other ranks of its world.
+        parcel: Packed process.
+        is_forked: True if the start method is fork. Then the rank executes no file.
+        ranks: All ranks of the starter; they run together.
     """
 
     def __init__(self, parcel: Parcel, *, is_forked: bool, ranks: StartedRanks) -> None:
         self.is_forked = is_forked
-        # Above all process ids of Linux, so that a signal to it reaches no other process.
+        # Above all Linux process ids, so that a signal to this pid reaches no process.
         self.pid = (1 << 22) + next(_numbers)
         self.returncode: int | None = None
         self.exit: SystemExit | None = None
-        # A pipe, as behind a real process: the sentinel becomes readable when the other end closes.
+        # A pipe, as for a real process: the sentinel becomes readable when the other end closes.
         self.sentinel, self._written = os.pipe()
         self._parcel = parcel
         self._ranks = ranks
@@ -80,7 +80,7 @@ class RankPopen:
     kill = terminate
 
     def close(self) -> None:
-        """Close both ends of the sentinel's pipe."""
+        """Close the sentinel's pipe."""
         self.announce()
         if self.sentinel >= 0:
             os.close(self.sentinel)
@@ -96,7 +96,7 @@ class RankPopen:
         """Run the process's function in the calling rank, and set the exit code."""
         try:
             process = self._parcel.unpack(main)
-            # torch's wrapper would change signals of the whole process.
+            # torch's wrapper would change the whole process's signals.
             if vars(process).get("_target") is torch_wrap():
                 _run_wrapped(*process._args)  # pyrefly: ignore [missing-attribute]
             else:
@@ -111,7 +111,7 @@ class RankPopen:
 
 
 def _run_wrapped(function: Callable[..., None], index: int, args: Any, error_file: str) -> None:
-    """Run a function as torch's wrapper `_wrap` does, but without its signals."""
+    """Run a function like torch's wrapper `_wrap`, but leave signals alone."""
     try:
         function(index, *args)
     except Exception:
@@ -124,16 +124,16 @@ def _run_wrapped(function: Callable[..., None], index: int, args: Any, error_fil
 def _status_of(code: object) -> int:
     if code is None or isinstance(code, int):
         return code or 0
-    # As Python does for `sys.exit("message")`.
+    # Like Python for `sys.exit("message")`.
     sys.stderr.write(f"{code}\n")
     return _FAILED
 
 
 def _keeping(stores: list[Any]) -> type[dist.FileStore]:
-    """Return a class of file stores that live as long as a list.
+    """Return a file store class whose instances stay alive in a list.
 
-    The last store of a group removes its file when it is destroyed. A process that ends does not
-    destroy its store, so the starter may expect the file to exist.
+    When a group's last store is destroyed, it removes its file. A process that ends does not
+    destroy its store, so the starter may rely on this file.
     """
 
     class FileStore(dist.FileStore):
@@ -145,11 +145,11 @@ def _keeping(stores: list[Any]) -> type[dist.FileStore]:
 
 
 class StartedRanks:
-    """Ranks that one thread starts.
+    """Ranks that a thread starts.
 
     Args:
         run_world: Runs processes as ranks.
-        all_own: True if each process that runs a function of the user is a rank.
+        all_own: True if each process with a user's function is a rank.
         main: Returns the starter's `__main__`; None if ranks share all modules.
     """
 
@@ -161,18 +161,18 @@ class StartedRanks:
         main: Callable[[], ModuleType] | None = None,
     ) -> None:
         self.failure: WorldFailure | None = None
-        """First failure of a world of these ranks."""
+        """First failure of these ranks' worlds."""
         self.sizes: list[int] = []
-        """Number of ranks of each world."""
+        """Sizes of these ranks' worlds."""
         self._run_world = run_world
         self._all_own = all_own
         self._main = main
-        # With the process id, because a fork keeps the thread's ident.
+        # With the process id, because a forked thread has the same ident.
         self._thread = os.getpid(), threading.get_ident()
         self._pending: list[RankPopen] = []
 
     def is_running(self) -> bool:
-        """Return True in the thread that starts the ranks."""
+        """Return True in the starter's thread."""
         return (os.getpid(), threading.get_ident()) == self._thread
 
     def takes(self, process: BaseProcess) -> bool:
@@ -180,8 +180,8 @@ class StartedRanks:
         return self.is_running() and is_rank(process, all_own=self._all_own)
 
     def start(self, process: BaseProcess) -> None:
-        """Pack a process, which will run as a rank."""
-        # As BaseProcess.start does, with our Popen instead of one of the operating system.
+        """Pack a process that will run as a rank."""
+        # Like BaseProcess.start, but with our Popen.
         state: Any = process
         state._check_closed()
         assert state._popen is None, "cannot start a process twice"
@@ -191,12 +191,12 @@ class StartedRanks:
         state._popen = RankPopen(parcel, is_forked=is_forked, ranks=self)
         state._sentinel = state._popen.sentinel
         for name in ("_target", "_args", "_kwargs"):
-            # As BaseProcess.start: a reference would keep the rank's arguments alive.
+            # BaseProcess.start drops these too, so that the rank's arguments can be freed.
             vars(process).pop(name, None)
         self._pending.append(state._popen)
 
     def check_may_join(self) -> None:
-        """Refuse that the starter joins a group of ranks that it has started.
+        """Refuse a starter that joins the group of its own ranks.
 
         Raises:
             NoRank: Ranks are pending, and the calling thread is their starter.
@@ -204,20 +204,20 @@ class StartedRanks:
         if self.is_running() and self._pending:
             raise NoRank(
                 f"expected all ranks of a group to be started processes, got {len(self._pending)} "
-                f"and their starter, which joins at {here()}\n"
-                "Start a process for each rank, also for rank 0, or run the script with "
-                "`zero-sim torchrun --nproc-per-node N` if it can take its rank from there."
+                f"processes and their starter, which joins at {here()}\n"
+                "Start a process for each rank, also for rank 0. If the script can read its rank "
+                "from the environment, use `zero-sim torchrun --nproc-per-node N` instead."
             )
 
     def run(self) -> None:
-        """Run all pending ranks to their end, as one world.
+        """Run all pending ranks as a world.
 
         Raises:
-            WorldFailure: The ranks deadlock, race or violate the contract.
+            WorldFailure: The ranks deadlocked, raced or violated the contract.
         """
         if not self.is_running() or not self._pending:
             return
-        # Emptied first, because ranks may start processes themselves.
+        # Empty the list first, because ranks may start processes themselves.
         pending, self._pending = self._pending, []
         self.sizes.append(len(pending))
         failure: WorldFailure | None = None
@@ -226,7 +226,7 @@ class StartedRanks:
         except WorldFailure as raised:
             failure = _without_cause_in_exits(raised, pending)
             if isinstance(failure, RankFailed):
-                # Set here too, because a rank may fail before its function runs.
+                # Set here, because a rank may fail before its function runs.
                 pending[failure.rank].returncode = _FAILED
         finally:
             for each in pending:
@@ -235,10 +235,11 @@ class StartedRanks:
         failure = failure or _exit_failure(pending)
         self.failure = self.failure or failure
         for each in pending:
-            # A rank ended by another one's failure keeps its sentinel silent until it is joined:
-            # torch reports the rank whose sentinel becomes ready first, which must be the cause.
+            # Ranks that another rank's failure ended are not announced: torch reports the rank
+            # whose sentinel is ready first, and this must be the cause.
             each.returncode = TERMINATED if each.returncode is None else each.returncode
-        # The starter sees a failed rank by its exit code. Other failures have no such form.
+        # The starter sees a failed rank's exit code. No exit code expresses other failures, so
+        # raise them.
         if failure is not None and not isinstance(failure, RankFailed):
             raise failure
 
@@ -258,7 +259,7 @@ def _is_forked(process: BaseProcess) -> bool:
 
 
 def _exit_failure(pending: Sequence[RankPopen]) -> WorldFailure | None:
-    """Return a failure for the first rank that exited with an error; None if there is none."""
+    """Return the failure of the first rank that exited with an error; None if no rank did."""
     for rank, each in enumerate(pending):
         if each.returncode and each.exit is not None:
             text = "".join(traceback.format_exception(each.exit))
@@ -269,7 +270,7 @@ def _exit_failure(pending: Sequence[RankPopen]) -> WorldFailure | None:
 def _without_cause_in_exits(
     failure: WorldFailure, pending: Sequence[RankPopen]
 ) -> WorldFailure | None:
-    """Return the failure; None if the ranks only wait for a rank that exited with an error."""
+    """Return the failure; None for a deadlock that a rank's exit with an error caused."""
     if isinstance(failure, Deadlock) and any(each.returncode for each in pending):
         return None
     return failure
@@ -281,7 +282,7 @@ def started_as_ranks(ranks: StartedRanks, *, stall_seconds: float) -> Iterator[N
 
     Args:
         ranks: Ranks of the calling thread.
-        stall_seconds: Longest time that a rank may wait for another process.
+        stall_seconds: Maximum wait of a rank for another process.
     """
     start = BaseProcess.start
 
@@ -289,14 +290,14 @@ def started_as_ranks(ranks: StartedRanks, *, stall_seconds: float) -> Iterator[N
         check_not_executing()
         if ranks.takes(process):
             ranks.start(process)
-        # Data loaders and other helpers of ranks start as real processes.
+        # Ranks' data loaders and other helpers start as real processes.
         elif rank_state.rank is None or ranks.is_running() or not is_rank(process, all_own=False):
             start(process)
         else:
             raise NoRank(no_rank(rank_state.rank, here()))
 
     def checked(original: Callable[..., Any]) -> Callable[..., Any]:
-        # Keep the signature, because worlds read it.
+        # wraps keeps the signature, because worlds read it.
         @functools.wraps(original)
         def make(*args: Any, **kwargs: Any) -> Any:
             ranks.check_may_join()

@@ -1,7 +1,7 @@
-"""Scripts that start their ranks themselves: one run of the script, its processes as ranks.
+"""Runs of scripts that start their ranks themselves.
 
-The script's main part runs on a world of one rank, and so has its own environment, modules and
-random numbers. The ranks that it starts begin with copies of these.
+The script's main part runs on a world of one rank, so that it has its own environment, modules and
+random numbers. Its processes run as ranks that begin with copies of these.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from zero_sim.script.settings import Guest, Settings
 from zero_sim.script.started_ranks import RankPopen, StartedRanks, started_as_ranks
 from zero_sim.sim import World, WorldFailure
 
-# Longest delay of an interrupt (Ctrl-C) while ranks run.
+# Maximum delay of Ctrl-C while ranks run.
 _LOOK_SECONDS = 0.2
 
 
 class StartingScript:
-    """One run of a script that starts its ranks.
+    """Run of a script that starts its ranks.
 
     Args:
-        script: The script.
-        settings: Settings of the worlds that it starts, whose size the script decides.
+        script: Script to run.
+        settings: Settings of the worlds that the script starts. The script decides their size.
         guest: Observer inside the ranks.
         seed: Seed of the run.
-        note: Called with notes for the user.
+        note: Receives notes for the user.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class StartingScript:
         self._note = note
         self._settings = settings
         self._seed = seed
-        # Without torchrun's variables, as a process started by `python`.
+        # Without torchrun's variables, like a process that `python` starts.
         self._starter_state = RankState(
             environment=lambda rank: {},
             arguments=[script.name, *script.arguments],
@@ -62,7 +62,7 @@ class StartingScript:
         self._collective_count = 0
 
     def run(self, *, quiet: bool) -> ScriptRun:
-        """Run the script to its end.
+        """Run the script.
 
         Args:
             quiet: True to hide all output.
@@ -93,7 +93,7 @@ class StartingScript:
                     with started_as_ranks(ranks, stall_seconds=stall_seconds):
                         with self._scene.devices_in_rank(), self._guest.in_starter():
                             run_script(self._script)
-                        # Python joins remaining children at the end of a script.
+                        # Python joins remaining children when a script ends.
                         ranks.run()
                 finally:
                     failure, sizes = ranks.failure, tuple(ranks.sizes)
@@ -102,7 +102,7 @@ class StartingScript:
             try:
                 world.run(program)
             except WorldFailure as raised:
-                # The ranks' failure came first. The script's own one is its consequence.
+                # If ranks failed, the script's own failure is a consequence.
                 failure = failure or raised
             finally:
                 self._starter_state.forget()
@@ -123,7 +123,7 @@ class StartingScript:
 
     def _writer(self) -> int:
         current = self._state.current
-        # Outside of the ranks' world the starter writes, or the caller if no program runs.
+        # Outside of the ranks' world, the starter writes, or the caller if no program runs.
         if self._state is self._starter_state or current == CALLER:
             return STARTER if self._starter_state.current != CALLER else CALLER
         return current
@@ -139,11 +139,11 @@ class StartingScript:
                 failures.append(error)
 
         thread = threading.Thread(target=run, name="world-of-a-script", daemon=True)
-        # The starter blocks here for as long as its ranks run, which is no stall.
+        # The starter blocks while its ranks run. This is not a stall.
         with starters.pause_clock():
             thread.start()
             while thread.is_alive():
-                # In short waits, because Python handles an interrupt only between waits.
+                # Wait in short pieces, because Python handles an interrupt only between waits.
                 thread.join(_LOOK_SECONDS)
         if failures:
             raise failures[0]
