@@ -1,4 +1,4 @@
-"""One batch of a campaign: draw cases, judge them, and shrink new findings."""
+"""A batch of a campaign: draw cases, judge them, and shrink new findings."""
 
 from __future__ import annotations
 
@@ -64,23 +64,23 @@ def run_batch(
     *,
     cases_from: Drawable[Scenario] | None = None,
 ) -> BatchReport:
-    """Run a batch. Its cases depend only on its seed and on whether it is the first batch.
+    """Run a batch. Its cases depend only on its seed, apart from the simplest case in batch 0.
 
-    An interrupt ends the batch after the current case. A second one ends it at once, and returns
-    findings that are not shrunk yet.
+    An interrupt ends the batch after the current case. A second interrupt ends it at once, and
+    findings not shrunk yet are returned unshrunk.
 
     Args:
         job: The batch.
-        render: Renders the text of a finding.
-        cases_from: Source of cases; None for `drawn_cases` of the target.
+        render: Renders a finding as text.
+        cases_from: Source of cases; None for `drawn_cases`.
 
     Raises:
         UsageError: The target does not exist.
-        EnvironmentProblem: This machine lacks something that the cases need.
+        EnvironmentProblem: This machine cannot run the cases.
     """
     target = import_target(job.target)
     settle_memory()
-    # The clock starts after the imports.
+    # Start the clock after the imports.
     deadline = None if job.seconds is None else time.monotonic() + job.seconds
     stop = Stop(deadline=deadline)
     with interrupts_ask(stop), WorldPool() as pool:
@@ -88,17 +88,17 @@ def run_batch(
             target=target,
             pool=pool,
             device=job.device,
-            # Single cases share no steps of a reference, so none are kept for them.
+            # Only families share reference steps, so none are kept for single cases.
             trajectories=Trajectories() if job.family > 1 else None,
         )
         drawn = drawn_cases(target, order=job.order) if cases_from is None else cases_from
         if options := dict(job.options):
             check_said(target, options)
-            # The target may refuse a case with these options, which is no finding.
+            # Redraw cases that the target refuses with these options: a refusal is no finding.
             drawn = drawn.map(lambda scenario: with_options(scenario, options)).filter(
                 system.may_ask
             )
-        # Bundles and keys contain the name of the target.
+        # Set the target, because bundles and keys contain its name.
         drawn = drawn.map(lambda scenario: _aimed(scenario, job.target))
         findings = _Findings(job=job, system=system, render=render, stop=stop)
         batch = _Batch(job=job, system=system, cases_from=drawn, findings=findings, stop=stop)
@@ -107,20 +107,20 @@ def run_batch(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _System:
-    """The system under test."""
+    """System under test."""
 
     target: Target
     pool: WorldPool
     device: str
     trajectories: Trajectories | None
-    """Steps of the reference that members of a family share; None without families."""
+    """Reference steps that family members share; None without families."""
 
     def may_ask(self, scenario: Scenario) -> bool:
         """Return True if the target supports a case."""
         return not refusals(self.target, scenario)
 
     def judge(self, scenario: Scenario) -> CaseResult:
-        """Judge a case. An unexpected exception is a finding, so that other cases still run."""
+        """Judge a case. An unexpected exception becomes a finding."""
         try:
             return run_case(
                 scenario,
@@ -128,12 +128,13 @@ class _System:
                 target=self.target,
                 device=self.device,
                 trajectories=self.trajectories,
-                # Digests of logs take a few percent of a small case; only replays need them.
+                # Log digests take a few percent of a small case's time, and only replays need them.
                 with_digest=False,
             )
-        # Errors of the user or of this machine are no findings of the target.
+        # Errors of the user or this machine are no findings.
         except ZeroSimError:
             raise
+        # Do not raise, so that the other cases still run.
         except Exception as error:  # noqa: BLE001
             return unforeseen(error, id=scenario.name)
 
@@ -145,7 +146,7 @@ class _Failed(NamedTuple):
     scenario: Scenario
     key: Key
     apart: float
-    """Largest difference of values; see `how_far_apart`."""
+    """Largest difference between values; see `how_far_apart`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -158,79 +159,79 @@ class _Findings:
     stop: Stop
     failed: list[_Failed] = field(default_factory=list)
     met: dict[Key, Found] = field(default_factory=dict)
-    """The first case of each key, not shrunk."""
+    """First case by key, not shrunk."""
     looked_at: int = 0
-    """Number of failed cases that were shrunk or that show a known finding."""
+    """Number of failed cases handled by `shrink_all`: shrunk, or recognised as known."""
     known: KnownFindings = field(default_factory=KnownFindings)
     shrunk: dict[tuple[object, ...], Found] = field(default_factory=dict)
-    """New findings, shrunk."""
+    """New findings after shrinking."""
 
     def __post_init__(self) -> None:
-        # Findings of other batches, so that this one does not shrink them again.
+        # Do not shrink findings of other batches again.
         for each in self.job.known:
             self.known.add(each)
 
     def take_up(self) -> None:
-        """Take over findings that an earlier run of this batch did not shrink."""
+        """Continue with findings that an earlier run of this batch did not shrink."""
         for one in self.job.unshrunk:
             try:
                 scenario = one.case_again()
             except ScenarioError:
-                continue  # From another version, which cannot be shrunk here.
+                continue  # Another version wrote this case, so it cannot be shrunk here.
             self.failed.append(_Failed(one.case, scenario, one.key, one.apart))
             self.met[one.key] = one
 
     def note(self, failed: _Failed, result: CaseResult) -> bool:
-        """Record a failing case; return True if it is the first with its key."""
+        """Record a failed case; return True if it is the first with its key."""
         self.failed.append(failed)
         is_first = failed.key not in self.met
-        # Kept at once, because a second interrupt may come before it is shrunk.
+        # Record the unshrunk case, because a second interrupt may come before it is shrunk.
         if is_first:
             self.met[failed.key] = replace(self._describe(failed, result), as_met=True)
         return is_first
 
     def so_far(self) -> tuple[Found, ...]:
-        """Return the new findings, with original cases if they are not shrunk yet."""
+        """Return the new findings, shrunk if the time sufficed."""
         new: dict[Key, Found] = {}
-        # `shrink_all` sorts first and counts as it goes, so the rest of the list is not shrunk yet.
+        # `shrink_all` sorts the list and counts handled cases, so the rest is not shrunk yet.
         for _, scenario, key, _ in self.failed[self.looked_at :]:
             if key not in new and not self.known.explain(key, scenario):
                 new[key] = self.met[key]
         return (*self.shrunk.values(), *new.values())
 
     def shrink_all(self, keep: Callable[[], None]) -> None:
-        """Shrink a case of each finding that is not known yet.
+        """Shrink a case of each new finding.
 
         Args:
             keep: Called after each case.
         """
-        # Within a check, the largest difference first: small ones may be its rounded consequences.
-        # From the last case to the first, so that each check gets the place of its first case.
+        # Within a check, the largest difference first, because smaller differences may be its
+        # rounded consequences. Reversed, so that each check gets the position of its first case.
         checks = {one.key.check: place for place, one in reversed([*enumerate(self.failed)])}
         self.failed.sort(key=lambda one: (checks[one.key.check], -one.apart))
         for failed in self.failed:
             if not self.known.explain(failed.key, failed.scenario):
                 one = self._shrink(failed)
                 self.known.add(one)
-                # Two cases that shrink to the same one are one finding.
+                # If two cases shrink to the same case, they are the same finding.
                 before = self.shrunk.get(one.is_of)
                 self.shrunk[one.is_of] = one if before is None else before.joined(one)
-            # Counted last: if an interrupt ends the shrinking, `so_far` returns the case unshrunk.
+            # Count last: if an interrupt ends the shrinking, `so_far` returns this case unshrunk.
             self.looked_at += 1
             keep()
 
     def _shrink(self, failed: _Failed) -> Found:
-        """Shrink a case and write the result as a bundle."""
+        """Shrink a case and write a bundle."""
         _, scenario, key, _ = failed
-        # Judge again instead of keeping results, because event logs are large. Drawn cases are
+        # Judge the case again, because keeping the large event logs would take memory. Cases are
         # deterministic, so the finding is the same.
         result = marked(self.system.judge(scenario), scenario)
-        # A finding that depends on the size, or that does not repeat, is kept with its own case.
+        # Keep the original case if the finding depends on its size or does not repeat.
         if not may_shrink(key) or key_of(result) != key:
             return self._written(failed, result)
         others = self.known.others(key, scenario)
 
-        # Do not shrink into a known finding of the same kind, which has another cause.
+        # Do not shrink into a known finding of the same kind: its cause is another.
         def may_ask(other: Scenario) -> bool:
             has_other_cause = any(one.needs.met_by(other) for one in others)
             return self.system.may_ask(other) and not has_other_cause
@@ -245,7 +246,7 @@ class _Findings:
             right=right_judge(self.system.target, pool=self.system.pool, device=self.job.device),
         )
         one = self._written(failed._replace(scenario=reduced.scenario), marked(best, scenario))
-        # An interrupted search is continued when the campaign resumes.
+        # If the search was interrupted, continue it when the campaign resumes.
         as_met = self.stop.asked and not reduced.complete
         return replace(one, complete=reduced.complete, as_met=as_met)
 
@@ -253,12 +254,12 @@ class _Findings:
         found = self._describe(failed, result)
         if result.verdict != "fail":
             return found
-        # A replay needs the import path of a target; a registered one is named in the case.
+        # A replay needs the import path of an imported target. The case names a registered target.
         imported = self.job.target if ":" in self.job.target else ""
         folder, ran = Path(self.job.bundles), Ran(target=imported, device=self.job.device)
         try:
             path = write_bundle(failed.scenario, result, folder=folder, ran=ran)
-        # A full disk costs the bundle, not the finding: the report contains its case as TOML.
+        # A full disk only costs the bundle: the report contains the finding's case as TOML.
         except OSError as error:
             return replace(found, unkept=error.strerror or str(error))
         return replace(found, bundle=path.name)
@@ -280,7 +281,7 @@ class _Findings:
 
 @dataclass(kw_only=True, slots=True)
 class _Batch:
-    """One batch while it runs."""
+    """Running batch."""
 
     job: Job
     system: _System
@@ -289,9 +290,9 @@ class _Batch:
     stop: Stop
     counts: Counts = field(default_factory=Counts)
     errors: Counter[str] = field(default_factory=Counter)
-    """Number of cases that could not be judged, by reason."""
+    """Number of cases with an error, by error."""
     cases_with: dict[str, int] = field(default_factory=dict)
-    """Bit mask of the cases with a feature, by feature; see `note_features`."""
+    """Cases by feature, as bit masks; see `note_features`."""
     complete: bool = False
     futile: str = ""
 
@@ -300,12 +301,12 @@ class _Batch:
         try:
             self.findings.take_up()
             self._explore_all()
-            # Set before the shrinking, because an interrupt of that loses no case.
+            # Set before shrinking, because an interrupt during shrinking loses no case.
             self.complete = not self.stop.now
-            # A complete batch without cases: the target refuses everything that can be drawn.
+            # If a complete batch has no cases, the target refuses everything that can be drawn.
             if self.complete and not self.job.start and not self.counts.cases:
                 self.futile = why_none_fits(self.system.target, options=dict(self.job.options))
-            # Taken before the shrinking, whose time does not count.
+            # Take the time now, because shrinking does not count.
             self.counts.seconds = time.monotonic() - started
             self.findings.shrink_all(self._keep)
         except KeyboardInterrupt:
@@ -326,13 +327,13 @@ class _Batch:
         )
 
     def _explore_all(self) -> None:
-        """Draw the cases of the batch, the same in every run, and judge them."""
-        # Cases of an earlier run are drawn again and skipped, because draws depend on each other.
+        """Draw the batch's cases, the same in every run, and judge them."""
+        # Draw cases of an earlier run again and skip them, because draws depend on each other.
         for scenario in islice(self._drawn(), self.job.start, self.job.cases):
             if self.stop.now:
                 return
             self._explore(scenario)
-            # If the first cases all end in one error, so will the rest of the campaign.
+            # If the first cases all end in the same error, the rest of the campaign will too.
             is_first_lot = self.counts.cases == BATCH_CASES
             if is_first_lot and set(self.errors.values()) == {BATCH_CASES}:
                 (error,) = self.errors
@@ -340,9 +341,9 @@ class _Batch:
                 return
 
     def _drawn(self) -> Iterator[Scenario]:
-        """Yield cases, each followed by its family if it has one."""
+        """Yield cases, each followed by its family if any."""
         job, options = self.job, dict(self.job.options)
-        # Only the first batch contains the simplest case, which is the same in all batches.
+        # The simplest case is the same for all seeds, so only the first batch contains it.
         drawn = draws(self.cases_from, seed=str(job.seed), simplest=job.index == 0)
         for place, first in enumerate(drawn):
             yield first
@@ -358,14 +359,13 @@ class _Batch:
     def _explore(self, drawn: Scenario) -> None:
         scenario, counts = drawn, self.counts
         result = self.system.judge(scenario)
-        # The index in the batch, not in this run, because twins must not depend on where it
-        # resumed.
+        # The index in the batch, not in this run, because twins must not depend on resumes.
         case = self.job.start + counts.cases
-        # A twin with one step of SGD also shows a wrong factor, which AdamW hides.
+        # A twin with one step of SGD exposes a wrong gradient factor, which AdamW hides.
         if case % TWIN_EVERY == 0:
             judge = self.system.judge
             result = with_twin(result, scenario, judge=judge, find=lambda: self.system.target)
-            # If the twin fails, it is the case to shrink and to keep.
+            # If the twin fails, shrink and keep the twin.
             scenario = result.twin or scenario
         counts.verdicts[result.verdict] += 1
         counts.params_only += result.passes_by_params_only
@@ -375,7 +375,7 @@ class _Batch:
         counts.taken.update(taken_notes(result))
         if result.verdict == "inconclusive" and result.findings:
             counts.unproved[str(result.findings[0].check)] += 1
-        # Features of the drawn case, not of its twin, which has another optimizer.
+        # Features of the drawn case, because the twin has another optimizer.
         note_features(self.cases_with, features_of(drawn), case=counts.cases)
         counts.cases += 1
         key = key_of(result)
@@ -386,17 +386,17 @@ class _Batch:
             self._keep()
 
     def _keep(self) -> None:
-        """Write the findings so far, so that they survive a crash of this process."""
+        """Write the findings so far to a file, so that they survive a crash."""
         report = self.report()
         if not self.job.unfinished or not report.found:
             return
-        # A full disk is reported when the campaign saves the whole report.
+        # If the disk is full, the campaign reports this when it saves the batch.
         with contextlib.suppress(OSError):
             write_whole(Path(self.job.unfinished), to_json(report).encode())
 
 
 def warm_up(target: str, device: str) -> None:
-    """Import everything for batches of a target before the clock starts; this takes seconds.
+    """Import everything that a target's batches need, which takes seconds.
 
     Raises:
         UsageError: The target does not exist.
@@ -409,6 +409,6 @@ def warm_up(target: str, device: str) -> None:
 
 def _aimed(scenario: Scenario, target: str) -> Scenario:
     """Return the case with its target set."""
-    # A file can only name a registered target; see `with_target` of the command line.
+    # Only registered targets are named in a case; see `with_target` in cli/options.py.
     named = SystemSpec().target if ":" in target else target
     return replace(scenario, system=replace(scenario.system, target=named))

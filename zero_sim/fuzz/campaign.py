@@ -1,4 +1,4 @@
-"""A campaign: batches of drawn cases against one target, which continues after findings."""
+"""A campaign: batches of drawn cases against a target. It continues after findings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zero_sim.fuzz.records import (
 from zero_sim.fuzz.totals import CampaignTotals
 
 INTERRUPT_SECONDS = 30
-"""Seconds that batches have to end after an interrupt."""
+"""Time for batches to end after an interrupt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,9 +37,9 @@ class Plan:
 
     head: Head
     cases: int | None = None
-    """Cases of all shards together; None for no limit."""
+    """Total number of cases on all shards; None for no limit."""
     seconds: float | None = None
-    """Time after which no case is started; None for no limit."""
+    """Time limit for starting cases; None for no limit."""
     corpus: Path
     """Folder for results, including bundles of findings."""
 
@@ -53,8 +53,8 @@ class Plan:
         return self.corpus / "bundles"
 
     def batches(self) -> Iterator[tuple[int, int]]:
-        """Yield this shard's batches: index in the campaign and number of cases, in order."""
-        # Shards take batches in turns, so that they need not know the number of batches.
+        """Yield index in the campaign and number of cases of this shard's batches, in order."""
+        # Shards take batches in turn, because the number of batches may be unknown.
         number, count = self.head.shard
         index = number - 1
         while cases := self.cases_of(index):
@@ -62,7 +62,7 @@ class Plan:
             index += count
 
     def cases_of(self, index: int) -> int:
-        """Return the number of cases of a batch; 0 after the last one."""
+        """Return the number of cases in a batch; 0 after the last batch."""
         if self.cases is None:
             return self.head.cases
         return max(0, min(self.head.cases, self.cases - index * self.head.cases))
@@ -70,10 +70,10 @@ class Plan:
 
 @contextlib.contextmanager
 def open_pool(*, jobs: int | None = None, scheduler: str | None = None) -> Iterator[Pool]:
-    """Open a pool that runs the batches of a campaign.
+    """Open a pool that runs batches.
 
     Args:
-        jobs: Batches at a time; None for 1, or for all cores of a cluster.
+        jobs: Batches in parallel; None for 1, or for all cores of a cluster.
         scheduler: Address of a Dask scheduler; None for this machine.
 
     Raises:
@@ -99,23 +99,23 @@ def run_campaign(
     tell: Callable[[CampaignTotals], None] = lambda totals: None,
     tell_converted: Callable[[Path], None] = lambda path: None,
 ) -> CampaignTotals:
-    """Run a campaign, or resume the one in its corpus.
+    """Run a campaign, or resume it from its corpus.
 
-    The campaign continues after findings. Findings of earlier runs are judged again first, and
-    removed if they are fixed. After an interrupt, running batches end after their current case, and
-    their findings are saved.
+    The campaign continues after findings. Earlier findings are judged again first, and removed if
+    they are fixed. After an interrupt, running batches end after their current case, and their
+    findings are saved.
 
     Args:
         plan: Settings of the campaign.
         pool: Runs the batches.
-        render: Renders the text of a finding, on any worker.
-        tell: Called after each batch with the totals so far.
-        tell_converted: Called with the file of an earlier version that was converted.
+        render: Renders a finding as text, on any worker.
+        tell: Receives the totals so far after each batch.
+        tell_converted: Receives the file of an earlier version if it was converted.
 
     Raises:
         UsageError: The target does not exist, the corpus belongs to another campaign, or it cannot
             be read or written.
-        EnvironmentProblem: There is no space for the corpus.
+        EnvironmentProblem: The disk is full.
     """
     with open_corpus(plan.corpus, head=plan.head) as corpus:
         if corpus.converted is not None:
@@ -127,7 +127,7 @@ def run_campaign(
 
 @dataclass(kw_only=True, slots=True)
 class _Run:
-    """A campaign while it runs."""
+    """Running campaign."""
 
     plan: Plan
     pool: Pool
@@ -136,13 +136,13 @@ class _Run:
     corpus: Corpus
     totals: CampaignTotals = field(default_factory=CampaignTotals)
     ran: dict[int, int] = field(default_factory=dict)
-    """Number of first cases that earlier runs judged, by batch."""
+    """Number of cases that earlier runs judged, by batch."""
     pending: dict[Future[BatchReport], Job] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
 
     def recheck(self) -> None:
-        """Judge findings of earlier runs again, and remove fixed ones."""
-        # Totals merge findings with the same smallest case, so each is judged once.
+        """Judge earlier findings again, and remove fixed findings."""
+        # Totals merge findings with the same smallest case, so that each case is judged once.
         earlier = CampaignTotals()
         earlier.note(self.corpus.kept.found.values())
         for one in recheck(
@@ -153,16 +153,16 @@ class _Run:
                 self.corpus.append_fixed(one.found)
 
     def remember(self) -> None:
-        """Load the results of earlier runs. Incomplete batches resume at their next case."""
+        """Load earlier results. Incomplete batches resume at their next case."""
         for report, counts in self.corpus.kept.counted():
-            # With fewer cases than in an earlier run, its last batches do not count.
+            # If the plan has fewer cases than an earlier run, the last batches do not count.
             if counts and self.plan.cases_of(report.index):
                 self.ran[report.index] = report.start + report.counts.cases
-                # A worker that died in an earlier run is no loss of this one.
+                # A worker's death in an earlier run does not concern this run.
                 self.totals.take(replace(report, lost=""))
         self.totals.note(self.corpus.kept.found.values())
         self.totals.earlier_cases = self.totals.counts.cases
-        # The reason may be fixed since then.
+        # The reason may have been fixed.
         self.totals.futile = ""
 
     def run(self) -> None:
@@ -171,10 +171,10 @@ class _Run:
             self.recheck()
         except KeyboardInterrupt:
             self.totals.interrupted = True
-        # After the recheck, which removes reports of batches that met a fixed finding.
+        # After the recheck, because it removes reports of batches that met a fixed finding.
         self.remember()
         try:
-            # Imports and the recheck of earlier findings do not count.
+            # The time of imports and the recheck does not count.
             self.started = time.monotonic()
             self._all_batches()
         except KeyboardInterrupt:
@@ -183,8 +183,8 @@ class _Run:
             self._wind_up()
 
     def _all_batches(self) -> None:
-        # One batch per slot at a time: a long queue would delay an interrupt, and its jobs would
-        # lack the findings known by then.
+        # At most a batch per slot is submitted: a long queue would delay an interrupt, and its jobs
+        # would not know findings that are made meanwhile.
         batches = self.plan.batches()
         while True:
             while len(self.pending) < self.pool.slots and not self._is_over():
@@ -212,7 +212,7 @@ class _Run:
     def _next_job(self, batches: Iterator[tuple[int, int]]) -> Job | None:
         for index, cases in batches:
             seed, start = batch_seed(self.plan.head.seed, index), self.ran.get(index, 0)
-            # A complete batch runs again without cases if its findings are not shrunk yet.
+            # If a complete batch has unshrunk findings, it runs again without cases.
             left = tuple(one for one in self.totals.found if one.as_met and one.seed == seed)
             if start >= cases and not left:
                 continue
@@ -228,8 +228,8 @@ class _Run:
                 family=self.plan.head.family,
                 order=self.plan.head.order,
                 bundles=str(self.plan.bundles),
-                # A finding that is not shrunk has no needs yet, so it would explain every case of
-                # its key.
+                # Unshrunk findings have no needs yet, so they would explain every case with their
+                # key.
                 known=tuple(found for found in self.totals.found if not found.as_met),
                 seconds=self._seconds_left(),
                 unfinished=str(self.corpus.unfinished(index)),
@@ -239,26 +239,27 @@ class _Run:
     def _take(self, future: Future[BatchReport]) -> None:
         job = self.pending.pop(future)
         report = _report(future, job)
-        # The file of a batch whose worker died contains its findings up to then.
+        # If the worker died, the batch's file contains its findings up to then.
         left = self.corpus.read_unfinished(job.index) if report.lost else None
         if left is not None:
             report = replace(left, lost=report.lost)
         try:
             self.corpus.append(report)
-        # Findings are still shown, but nothing more runs, because it could not be saved either.
+        # Show the findings, but run nothing more, because further results could not be saved
+        # either.
         except (EnvironmentProblem, UsageError) as error:
             self.totals.unkept = error
         self.totals.take(report)
-        # A batch that ended early, although there was time, was interrupted.
+        # If a batch ended early although there was time, it was interrupted.
         out_of_time = job.seconds is not None and (self._seconds_left() or 0.0) <= 0
         if not report.complete and not report.lost and not out_of_time:
             self.totals.interrupted = True
         self.tell(self.totals)
 
     def _wind_up(self) -> None:
-        """Wait for running batches for a limited time, and save their results."""
+        """Wait for running batches, up to a limit, and save their results."""
         self.pool.interrupt()
-        # A second interrupt ends the waiting.
+        # A second interrupt ends the wait.
         with contextlib.suppress(KeyboardInterrupt):
             wait(self.pending, timeout=INTERRUPT_SECONDS)
         # A copy, because `_take` removes entries.
@@ -267,18 +268,18 @@ class _Run:
                 self._take(future)
             else:
                 future.cancel()
-                # Only shown: the file stays, and the next start saves its findings.
+                # Show these findings. The file stays, and the next start saves them.
                 left = self.corpus.read_unfinished(job.index)
                 self.totals.note(() if left is None else left.found)
 
 
 def _report(future: Future[BatchReport], job: Job) -> BatchReport:
-    """Return the report of a batch, or one that records the death of its worker."""
-    # `exception` raises for a cancelled future.
+    """Return a batch's report. If its worker died, the report contains only this."""
+    # `exception` would raise for a cancelled future.
     error = None if future.cancelled() else future.exception()
     if error is None and not future.cancelled():
         return future.result()
-    # Any other error of a worker is a bug in zero_sim or a usage error.
+    # Other errors are bugs in zero_sim or usage errors.
     if error is not None and not is_lost(error):
         raise error
     return BatchReport(

@@ -1,7 +1,8 @@
-"""Sources of choices for drawing values: Hypothesis, which shrinks, or a seed, which is fast.
+"""Sources of choices for drawn values: Hypothesis, which shrinks, or a seed, which is fast.
 
 Values are functions of choices, so both sources can draw the same values. Hypothesis takes five to
-ten times as long, because it records choices for shrinking. Campaigns have their own shrinker.
+ten times as long, because it records choices for shrinking. Campaigns do not need this: they have
+their own shrinker.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from hypothesis.errors import NoSuchExample, Unsatisfiable
 Value = TypeVar("Value")
 Other = TypeVar("Other")
 
-# Few, because a foreign strategy costs a run of Hypothesis for each case.
+# Few, because a user's strategy costs a Hypothesis run per case.
 _RUN_VALUES = 6
 _ONE_RUN = settings(
     max_examples=_RUN_VALUES,
     phases=(Phase.generate,),
-    # No state between runs and no time limits: values depend on the seed alone.
+    # No state between runs and no time limits, so that values depend on the seed alone.
     database=None,
     deadline=None,
     derandomize=False,
@@ -33,12 +34,12 @@ _ONE_RUN = settings(
 
 
 class Rejected(Exception):
-    """The drawn value is not wanted; draw another one."""
+    """The drawn value must be redrawn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shrinking:
-    """Choices of Hypothesis. They shrink to the smallest number or the first value.
+    """Choices by Hypothesis. They shrink to the smallest number or first value.
 
     Args:
         draw: Draw function of a composite strategy.
@@ -47,19 +48,19 @@ class Shrinking:
     draw: st.DrawFn
 
     def integer(self, least: int, most: int) -> int:
-        """Return a number from `least` to `most`, both included."""
+        """Return a number from `least` to `most`, inclusive."""
         return self.draw(st.integers(least, most))
 
     def among(self, values: Sequence[Value]) -> Value:
-        """Return one of at least one values."""
+        """Return one of the values, of which there is at least one."""
         return self.draw(st.sampled_from(values))
 
     def of(self, strategy: st.SearchStrategy[Value]) -> Value:
-        """Return a value of a foreign strategy."""
+        """Return a value of a user's strategy."""
         return self.draw(strategy)
 
     def note(self, feature: str) -> None:
-        """Record a feature of the value for statistics."""
+        """Record a feature for Hypothesis's statistics."""
         event(feature)
 
     def refuse(self) -> NoReturn:
@@ -69,10 +70,10 @@ class Shrinking:
 
 @dataclass(frozen=True, slots=True)
 class Seeded:
-    """Choices that a seed determines.
+    """Choices by a seed.
 
     Args:
-        random: Source of randomness; None for the simplest choice every time.
+        random: Source of randomness; None to always make the simplest choice.
     """
 
     random: Random | None
@@ -81,7 +82,7 @@ class Seeded:
         """See `Shrinking`."""
         if self.random is None:
             return least
-        # `random()` is several times faster than `randint`, and its bias does not matter here.
+        # `random()` is several times faster than `randint`. Its bias does not matter here.
         return least + int(self.random.random() * (most - least + 1))
 
     def among(self, values: Sequence[Value]) -> Value:
@@ -93,9 +94,9 @@ class Seeded:
         """See `Shrinking`.
 
         Raises:
-            Rejected: The strategy gives no values.
+            Rejected: The strategy has no values.
         """
-        # The simplest choice is the first value of a fixed seed.
+        # The first value of a fixed seed serves as the simplest choice.
         drawn, raised = drawn_in_a_run(strategy, random=self.random or Random(0))
         if raised is not None:
             raise raised
@@ -118,15 +119,16 @@ Choices = Shrinking | Seeded
 def drawn_in_a_run(
     strategy: st.SearchStrategy[Value], *, random: Random
 ) -> tuple[list[Value], Exception | None]:
-    """Return a few values of a strategy, the simplest first, and its exception if it raised.
+    """Return a few values of a strategy, simplest first, and the exception that it raised.
 
     Args:
-        strategy: Any strategy of Hypothesis.
+        strategy: Any Hypothesis strategy.
         random: Determines the values.
     """
     drawn: list[Value] = []
 
-    # `find` looks for a value that fits; refusing all of them makes it generate several.
+    # `find` searches for a value with a property. A property that no value has makes it generate
+    # several.
 
     def keep(value: Value) -> bool:
         drawn.append(value)
@@ -143,20 +145,20 @@ def drawn_in_a_run(
 
 @dataclass(frozen=True, slots=True)
 class Drawable(Generic[Value]):
-    """Values that can be drawn with either source of choices.
+    """Values that either source of choices can draw.
 
     Args:
-        drawn: Returns one value, or calls `refuse` of the choices.
+        drawn: Returns a value, or calls `refuse`.
     """
 
     drawn: Callable[[Choices], Value]
 
     def map(self, change: Callable[[Value], Other]) -> Drawable[Other]:
-        """Return values with a function applied to each."""
+        """Return the values with a function applied."""
         return Drawable(lambda choices: change(self.drawn(choices)))
 
     def filter(self, is_wanted: Callable[[Value], object]) -> Drawable[Value]:
-        """Return only values that satisfy a condition."""
+        """Return the values that satisfy a condition."""
 
         def wanted(choices: Choices) -> Value:
             value = self.drawn(choices)
@@ -165,7 +167,7 @@ class Drawable(Generic[Value]):
         return Drawable(wanted)
 
     def strategy(self) -> st.SearchStrategy[Value]:
-        """Return the values as a strategy of Hypothesis."""
+        """Return the values as a Hypothesis strategy."""
 
         @st.composite
         def values(draw: st.DrawFn) -> Value:

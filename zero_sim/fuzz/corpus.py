@@ -1,15 +1,15 @@
-"""A campaign on disk: one SQLite file per shard, in a folder that shards may share.
+"""Campaigns on disk: a SQLite file per shard, in a folder that shards may share.
 
-A batch is one transaction, so a campaign that is killed at any moment resumes without losing a case
-or counting it twice. One process writes, and holds the lock of SQLite until it ends. Workers do not
-write to the database: a running batch saves its findings in a JSON file of its own, which replaces
-its report if the process is killed.
+Each batch is a transaction. So a campaign can be killed at any moment, and resumes without losing a
+case or counting it twice. A single process writes, and holds SQLite's lock until it ends. Workers
+do not write to the database. A running batch saves its findings in a JSON file, which replaces its
+report if the process is killed.
 
 [Note: strangers' files]
-A corpus may come from a stranger. Before any query, the file must be a regular one of bounded
+A corpus may come from a stranger. Before any query, the file must be a regular file of bounded
 size, in rollback mode, with exactly our tables, so that no foreign trigger, view or index runs.
-Then every value is checked. Files next to it matter too: SQLite would read a write-ahead log that
-contradicts the database, and would delete any file that a rollback journal names as its
+Then every value is checked. Files beside it are checked too: SQLite would read a write-ahead log
+that contradicts the database, and would delete any file that a rollback journal names as its
 super-journal.
 """
 
@@ -37,18 +37,18 @@ _TABLES = (
     " report TEXT NOT NULL, PRIMARY KEY (batch, start))",
     "CREATE TABLE findings (finding TEXT NOT NULL UNIQUE)",
 )
-# Of two reports that start at the same case, keep the one with more cases.
+# If two reports start at the same case, keep the report with more cases.
 _KEEP_REPORT = """
 INSERT INTO batches VALUES (?, ?, ?, ?) ON CONFLICT (batch, start) DO UPDATE
 SET cases = excluded.cases, report = excluded.report WHERE excluded.cases >= cases
 """
-# Magic bytes, rollback mode, and a page 1 without child pages, which could form a cycle.
+# Magic bytes, rollback mode, and a page 1 without child pages, because these could form a cycle.
 _HEAD_OF_OURS = (b"SQLite format 3\0", b"\1\1", b"\x0d")
-# Last bytes of a rollback journal that names a super-journal; ours never do.
+# Last bytes of a rollback journal that names a super-journal. Ours never do.
 _NAMES_SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")
-# Errors of a file system without locks.
+# Errors on a file system without locks.
 _WITHOUT_LOCKS = (sqlite3.SQLITE_IOERR_RDLOCK, sqlite3.SQLITE_IOERR_LOCK)
-# Primary codes of SQLite as errno, so that messages are those of any other file.
+# SQLite's primary codes as errno, so that messages are the same as for other files.
 _ERROR_NUMBERS = {
     sqlite3.SQLITE_FULL: errno.ENOSPC,
     sqlite3.SQLITE_IOERR: errno.EIO,
@@ -61,17 +61,17 @@ _ERROR_NUMBERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """Content of the file of a shard."""
+    """Content of a shard's file."""
 
     head: Head
     reports: Sequence[BatchReport]
-    """In the order of batches, without their findings."""
+    """Reports in order of batches, without findings."""
     found: Mapping[int, Found]
-    """Findings in the order in which they were found, by row of the file."""
+    """Findings by row in the file, in order of discovery."""
 
     def counted(self) -> Iterator[tuple[BatchReport, bool]]:
-        """Yield reports, with True if their cases count. Each case counts once."""
-        # A report counts if it starts where the counted ones of its batch end.
+        """Yield reports, each with True if its cases count. Each case counts once."""
+        # A report counts if it starts at the end of the batch's previous counted report.
         ran: dict[int, int] = {}
         for report in self.reports:
             counts = report.counts.cases > 0 and report.start == ran.get(report.index, 0)
@@ -82,22 +82,22 @@ class Kept:
 
 @dataclass(kw_only=True, slots=True)
 class Corpus:
-    """The file of one shard, locked by this process; see `open_corpus`."""
+    """A shard's file, locked by this process; see `open_corpus`."""
 
     path: Path
     kept: Kept
-    """Content at opening, without findings fixed since then."""
+    """Content when the file was opened, without findings fixed since then."""
     converted: Path | None
-    """File of an earlier version that was converted; None if there was none."""
+    """File of an earlier version that was converted; None if there was no such file."""
     _database: sqlite3.Connection = field(repr=False)
 
     @property
     def folder(self) -> Path:
-        """Folder of the campaign."""
+        """The campaign's folder."""
         return self.path.parent
 
     def unfinished(self, index: int) -> Path:
-        """Return the file of a running batch."""
+        """Return the path of a running batch's file."""
         return self.folder / f"unfinished-{index}.json"
 
     def append(self, report: BatchReport) -> None:
@@ -109,15 +109,15 @@ class Corpus:
         """
         with _transaction(self._database, self.path):
             _insert(self._database, [report], report.found)
-        # A file that stays is loaded again at the next start, which changes nothing.
+        # If the file stays, the next start loads it again, without effect.
         with contextlib.suppress(OSError):
             self.unfinished(report.index).unlink()
 
     def append_fixed(self, found: Found) -> None:
-        """Remove a fixed finding, and move its bundle to the folder `fixed`.
+        """Remove a fixed finding, and move its bundle to the `fixed` folder.
 
-        Reports of batches that may have met it are removed too, so that they run again with the
-        changed code.
+        Reports of batches that may have met it are removed too, so that these batches run again
+        with the changed code.
 
         Raises:
             EnvironmentProblem: The disk is full.
@@ -125,7 +125,7 @@ class Corpus:
         """
         gone = {row: one for row, one in self.kept.found.items() if one.is_of == found.is_of}
         again = [each for each in self.kept.reports if any(map(each.may_have_met, gone.values()))]
-        # The bundle first: if the process is killed in between, the finding is judged once more.
+        # The bundle first: if the process is killed in between, the finding is judged again.
         self._set_aside(found.bundle)
         with _transaction(self._database, self.path):
             for row in gone:
@@ -137,35 +137,35 @@ class Corpus:
 
     def _set_aside(self, bundle: str) -> None:
         old, new = self.folder / "bundles" / bundle, self.folder / "fixed" / bundle
-        # Another shard in this folder may have moved the same bundle.
+        # Another shard in this folder may have moved the bundle.
         if not bundle or not old.exists():
             return
         try:
             new.parent.mkdir(exist_ok=True)
-            # If the finding was fixed before and came back, an older bundle is there, and `rename`
-            # would refuse to replace it.
+            # If the finding was fixed before and came back, there is an older bundle, which
+            # `rename` would not replace.
             shutil.rmtree(new, ignore_errors=True)
             old.rename(new)
         except OSError as error:
             raise unwritten("a corpus", self.folder, error) from None
 
     def read_unfinished(self, index: int) -> BatchReport | None:
-        """Return the findings of a batch whose process died; None if it saved none."""
+        """Return the findings of a batch whose process died; None if it saved no findings."""
         try:
             report = from_json(BatchReport, read_file(self.unfinished(index)))
         except ValueError:
             return None
-        # The file is written at each finding, so it may lack later cases.
+        # The file was written at the last finding, so later cases may be missing.
         return replace(report, complete=False) if report.index == index else None
 
     def _take_up_unfinished(self) -> None:
-        """Save the findings of this shard's batches whose campaign was killed."""
+        """Save findings of this shard's batches that were running when the campaign was killed."""
         number, count = self.kept.head.shard
         for path in sorted(self.folder.glob("unfinished-*.json")):
             index = path.stem.rpartition("-")[2]
-            # Other shards may share the folder, and their batches may be running.
+            # Skip batches of other shards: they may be running.
             if index.isdecimal() and int(index) % count == number - 1:
-                # The batch will write this file again, so refuse a symlink now.
+                # The batch will write to this file, so refuse a symlink now.
                 read_file(path)
                 report = self.read_unfinished(int(index))
                 if report is not None:
@@ -175,16 +175,16 @@ class Corpus:
 
 @contextlib.contextmanager
 def open_corpus(folder: Path, *, head: Head, parts: Sequence[Kept] = ()) -> Iterator[Corpus]:
-    """Open or create the file of a shard, and lock it.
+    """Open or create a shard's file, and lock it.
 
     Args:
-        folder: Folder of the campaign.
-        head: Settings that its batches share.
-        parts: Initial content of a new file; if empty, the file of an earlier version, if any.
+        folder: The campaign's folder.
+        head: Settings that all batches share.
+        parts: Initial content of a new file. If empty, an earlier version's file, if any.
 
     Raises:
-        UsageError: The file is no corpus or belongs to another campaign, another process writes to
-            it, or it cannot be read or written.
+        UsageError: The file is no corpus, belongs to another campaign, is in use, or cannot be read
+            or written.
         EnvironmentProblem: The disk is full.
     """
     path, old = (folder / name.format(*head.shard) for name in (_FILES, OLD_FILES))
@@ -194,12 +194,14 @@ def open_corpus(folder: Path, *, head: Head, parts: Sequence[Kept] = ()) -> Iter
         raise unwritten("a corpus", folder, error) from None
     converted = None
     with _connected(path, mode="rwc") as database:
-        # One transaction: a process killed here leaves an empty file, not half a corpus.
+        # A single transaction, so that a process killed here leaves an empty file, not half a
+        # corpus.
         with _transaction(database, path):
             if not _tables_in(database):
                 if not parts and os.path.lexists(old):
                     parts, converted = [read_corpus(old)], old
-                    # Within the transaction, so that a corpus of another campaign converts nothing.
+                    # Within the transaction, so that nothing is converted if the campaign is
+                    # another.
                     _require_same(parts[0].head, head, path=old)
                 _create(database, head, parts)
         kept = _read(database, path=path)
@@ -210,8 +212,8 @@ def open_corpus(folder: Path, *, head: Head, parts: Sequence[Kept] = ()) -> Iter
 
 
 def find_shards(folder: Path) -> list[Path]:
-    """Return the files of shards in a folder, and those of an earlier version not converted yet."""
-    # A process that is killed before the end of its first transaction leaves an empty file.
+    """Return the shard files in a folder, with files of an earlier version not converted yet."""
+    # Skip empty files, which a process leaves if it is killed in its first transaction.
     found = [path for path in folder.glob(_FILES.format("*", "*")) if path.lstat().st_size]
     for old in folder.glob(OLD_FILES.format("*", "*")):
         if folder / f"shard{old.stem.removeprefix('batches')}.sqlite" not in found:
@@ -220,10 +222,10 @@ def find_shards(folder: Path) -> list[Path]:
 
 
 def read_corpus(path: Path) -> Kept:
-    """Read the file of a shard of any campaign and version, without writing.
+    """Read the shard file of any campaign and version, without writing.
 
     Raises:
-        UsageError: The file is no corpus, cannot be read, or is in use by a campaign.
+        UsageError: The file is no corpus, cannot be read, or is in use.
     """
     if path.suffix == OLD_SUFFIX:
         head, reports = read_old(path)
@@ -244,10 +246,10 @@ def _require_same(found: Head, expected: Head, *, path: Path) -> None:
 
 
 def _require_files_ours(path: Path) -> None:
-    """Refuse files that make SQLite read something other than our content; see the note above.
+    """Refuse files that would make SQLite read other content; see [Note: strangers' files].
 
     Raises:
-        UsageError: A file is not ours.
+        UsageError: zero_sim did not write one of the files.
     """
     journal, log = (path.with_name(path.name + ending) for ending in ("-journal", "-wal"))
     wrong = f"{log} beside it" if os.path.lexists(log) else ""
@@ -262,13 +264,13 @@ def _require_files_ours(path: Path) -> None:
 
 @contextlib.contextmanager
 def _connected(path: Path, *, mode: str) -> Iterator[sqlite3.Connection]:
-    """Open a connection to a file of a corpus, after checks of the files; see `_read` for more.
+    """Open a connection to a corpus, after file checks. `_read` checks the content.
 
     Raises:
-        UsageError: The file is not ours, or another process uses it.
+        UsageError: zero_sim did not write the file, or another process uses it.
         EnvironmentProblem: The disk fails.
     """
-    # Before SQLite opens any file.
+    # Check before SQLite opens any file.
     _require_files_ours(path)
     url = f"{path.absolute().as_uri()}?mode={mode}"
     with _errors_told(path):
@@ -277,19 +279,19 @@ def _connected(path: Path, *, mode: str) -> Iterator[sqlite3.Connection]:
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode not in _WITHOUT_LOCKS:
                 raise
-            # Without locks, the user has to keep other processes away.
+            # If the file system has no locks, the user must keep other processes away.
             database = _locked(f"{url}&nolock=1")
         with contextlib.closing(database):
             yield database
 
 
 def _locked(url: str) -> sqlite3.Connection:
-    """Open a connection that holds its locks from the first query to its end."""
-    # trusted_schema = OFF and cell_size_check = ON: the file may be forged.
-    # No waiting for another process's lock, and explicit transactions only.
+    """Open a connection that holds its locks until it is closed."""
+    # trusted_schema = OFF and cell_size_check = ON, because the file may be forged. timeout=0 does
+    # not wait for another process. isolation_level=None leaves transactions to us.
     database = sqlite3.connect(url, uri=True, timeout=0, isolation_level=None)
     try:
-        # The query below takes the lock, which EXCLUSIVE then keeps.
+        # The query below takes the lock, and EXCLUSIVE keeps it.
         for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "locking_mode = EXCLUSIVE"):
             database.execute(f"PRAGMA {pragma}")
         _tables_in(database)
@@ -302,7 +304,7 @@ def _locked(url: str) -> sqlite3.Connection:
 @contextlib.contextmanager
 def _transaction(database: sqlite3.Connection, path: Path) -> Iterator[None]:
     with _errors_told(path):
-        # IMMEDIATE takes the lock for writing now, not at the first change.
+        # IMMEDIATE takes the write lock now, not at the first change.
         database.execute("BEGIN IMMEDIATE")
         with database:
             yield
@@ -310,11 +312,11 @@ def _transaction(database: sqlite3.Connection, path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _errors_told(path: Path) -> Iterator[None]:
-    """Convert errors of SQLite to ours."""
+    """Convert SQLite's errors to ours."""
     try:
         yield
     except sqlite3.Error as error:
-        # Extended error codes have the primary code in their low byte.
+        # The low byte of an extended error code is the primary code.
         code = getattr(error, "sqlite_errorcode", 0)
         if code & 0xFF == sqlite3.SQLITE_BUSY:
             raise UsageError(
@@ -346,39 +348,38 @@ def _insert(
         row = (each.index, each.start, each.counts.cases, to_json(replace(each, found=())))
         database.execute(_KEEP_REPORT, row)
     for one in found:
-        # Equal findings of several batches share a row.
+        # Several batches may have an equal finding, which gets a single row.
         database.execute("INSERT OR IGNORE INTO findings VALUES (?)", (to_json(one),))
 
 
 def _tables_in(database: sqlite3.Connection) -> set[str | None]:
-    """Return the SQL of tables and everything else; None for the indices of our keys."""
+    """Return the SQL of everything in the schema; None for the indices of our keys."""
     return {sql for (sql,) in database.execute("SELECT sql FROM sqlite_master")}
 
 
 def _read(database: sqlite3.Connection, *, path: Path) -> Kept:
-    """Return the content of a file, with every value checked.
+    """Check and return a file's content.
 
     Raises:
-        UsageError: The file is no corpus, or was changed by other software.
+        UsageError: The file is no corpus, or other software changed it.
     """
     where, reports, found = "", [], {}
     with _errors_told(path):
         try:
             if _tables_in(database) != {*_TABLES, None}:
                 raise ValueError("other tables")
-            # Forged pages may refer to each other, which gives rows without end.
+            # Forged pages may refer to each other, and would yield rows without end.
             ((state,),) = database.execute("PRAGMA quick_check(1)")
             if state != "ok":
                 raise ValueError(state)
             where = ", its head"
-            # Two rows at most, because a second head is as wrong as none: the unpacking refuses
-            # both.
+            # LIMIT 2, so that unpacking refuses a second head as well as a missing head.
             ((text,),) = database.execute("SELECT head FROM campaign LIMIT 2")
             head = from_json(Head, text)
             for *row, text in database.execute("SELECT * FROM batches ORDER BY batch, start"):
                 where = ", batch {} from case {}".format(*row)
                 report = from_json(BatchReport, text)
-                # A row that contradicts the head or its own columns was not written by us.
+                # zero_sim writes no row that contradicts the head or its own columns.
                 if report.seed != batch_seed(head.seed, report.index):
                     raise ValueError(f"a batch of another seed than {head.seed}")
                 if row != [report.index, report.start, report.counts.cases]:

@@ -1,21 +1,20 @@
-"""Coverage of a campaign: features of its cases, alone and in pairs, and an outlook.
+"""Coverage of a campaign: features and pairs of features in its cases, and an outlook.
 
 [Note: not yet covered]
-A case is a sample of pairs of features. All cases come from one distribution, so the last case is
-as likely as any other to have a pair that no other case has. The share of cases with such a pair
-therefore estimates the probability that the next case has a new pair. This is the leave-one-out
-form of the estimator of Good and Turing (Good, The population frequencies of species and the
-estimation of population parameters, Biometrika 40, 1953). The expected number of new pairs in the
-next case is the number of pairs met once, divided by the number of cases. The lower bound for
-possible pairs not yet met is Chao's, in the form that is defined for Q2 = 0 (Chao, Estimating the
-population size for capture-recapture data with unequal catchability, Biometrics 43, 1987; Chao and
-Colwell call it Chao2).
+Each case is a sample of feature pairs. All cases have the same distribution, so the last case is as
+likely as any other to have a pair that no other case has. So the share of cases with such a pair
+estimates the probability that the next case has a new pair. This is the leave-one-out form of Good
+and Turing's estimator (Good, The population frequencies of species and the estimation of population
+parameters, Biometrika 40, 1953). The expected number of new pairs in the next case is the number of
+pairs met once, divided by the number of cases. The lower bound for possible pairs not yet met is
+Chao's, in the form for Q2 = 0 (Chao, Estimating the population size for capture-recapture data with
+unequal catchability, Biometrics 43, 1987; Chao and Colwell call it Chao2).
 
 [Note: covering subset]
-The choice is greedy: take the case with the most features and pairs that no chosen case has, and
-the first of equal ones. A greedy cover is larger than the smallest one by a factor of at most
-ln(items) + 1 (Chvatal, A greedy heuristic for the set-covering problem, Mathematics of Operations
-Research 4, 1979).
+The choice is greedy: take the case with the most features and pairs that no chosen case has; if
+several are equal, take the first. A greedy cover is larger than the smallest cover by a factor of
+at most ln(items) + 1 (Chvatal, A greedy heuristic for the set-covering problem, Mathematics of
+Operations Research 4, 1979).
 """
 
 from __future__ import annotations
@@ -42,26 +41,26 @@ class Outlook:
     new_pairs: float
     """Expected number of new pairs in the next case."""
     pairs_left_min: int
-    """Lower bound of the number of possible pairs not yet met."""
+    """Lower bound for the number of possible pairs not yet met."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Coverage:
-    """Number of cases with each feature and each pair of features."""
+    """Number of cases by feature and by pair of features."""
 
     cases: int = 0
-    """Cases with known features."""
+    """Number of cases."""
     features: Counter[str] = field(default_factory=Counter)
     pairs: Counter[Pair] = field(default_factory=Counter)
     _alone: dict[Pair, int] = field(default_factory=dict)
-    """The case of each pair that was met exactly once."""
+    """Case number by pair, for pairs met exactly once."""
 
     def take(self, cases_with: Mapping[str, int], *, cases: int) -> None:
-        """Add the cases of a batch; the order of batches does not matter.
+        """Add the cases of a batch. Batches may come in any order.
 
         Args:
-            cases_with: Bit mask of the cases with a feature, by feature; see `note_features`.
-                Names that are no features, from other versions, are ignored.
+            cases_with: Cases by feature, as bit masks; see `note_features`. Features that only
+                other versions know are ignored.
             cases: Number of cases.
         """
         names = sorted(filter(is_feature, cases_with))
@@ -70,7 +69,7 @@ class Coverage:
         for name in names:
             self.features[name] += cases_with[name].bit_count()
         for pair in combinations(names, 2):
-            # Cases with both features, as a bit mask.
+            # Bit mask of cases with both features.
             both = cases_with[pair[0]] & cases_with[pair[1]]
             if both and may_meet(*pair):
                 self._meet(pair, both)
@@ -79,10 +78,10 @@ class Coverage:
     def _meet(self, pair: Pair, both: int) -> None:
         self.pairs[pair] += both.bit_count()
         if self.pairs[pair] == 1:
-            # The number of the case in the campaign: cases before this batch and the bit in it.
+            # The case's number in the campaign: cases before this batch plus the bit's number.
             self._alone[pair] = self.cases + both.bit_length()
         else:
-            self._alone.pop(pair, None)  # Met again, so no longer alone.
+            self._alone.pop(pair, None)  # Met more than once.
 
     def never(self, names: Collection[str]) -> list[str]:
         """Return the features that no case had.
@@ -93,10 +92,10 @@ class Coverage:
         return [name for name in names if not self.features[name]]
 
     def pairs_never(self, names: Collection[str]) -> list[tuple[Pair, float]]:
-        """Return the pairs that no case had, with their expected number of cases.
+        """Return the pairs that no case had, each with its expected number of cases.
 
-        The expected number assumes independent features. Pairs with the highest one come first:
-        they are impossible, or the generator has a gap.
+        The expected number assumes independent features. Pairs with the highest number come first:
+        either they are impossible, or the generator has a gap.
 
         Args:
             names: Possible features.
@@ -127,7 +126,7 @@ class Coverage:
         )
 
     def as_dict(self) -> dict[str, object]:
-        """Return the main counts, ready for JSON."""
+        """Return the main counts for JSON."""
         outlook = self.outlook
         return {
             "cases": self.cases,
@@ -141,36 +140,36 @@ class Coverage:
 
 
 def note_features(cases_with: dict[str, int], features: Collection[str], *, case: int) -> None:
-    """Record the features of a case in bit masks, one bit per case, the first case lowest.
+    """Record a case's features in bit masks, where bit i stands for case i.
 
     Args:
-        cases_with: Bit mask of the cases with a feature, by feature; changed in place.
-        features: Features of the case, from `features_of`.
+        cases_with: Bit masks by feature; changed in place.
+        features: Features from `features_of`.
         case: Index of the case in the batch.
     """
-    # A batch then takes a few kilobytes, and cases with both of two features are one operation.
+    # Bit masks of a batch take a few kilobytes, and `&` gives the cases with both of two features.
     for name in features:
         cases_with[name] = cases_with.get(name, 0) | 1 << case
 
 
 def pairs_of(features: Collection[str]) -> Iterator[Pair]:
-    """Return the pairs of features of one case."""
+    """Return the feature pairs of a case."""
     return (pair for pair in combinations(sorted(features), 2) if may_meet(*pair))
 
 
 def covering(cases: Sequence[Scenario], *, labels: Sequence[str]) -> list[int]:
-    """Choose a small subset with every feature, pair, fault, expected finding and label.
+    """Choose a small subset of cases with every feature, pair, fault, expected finding and label.
 
     Args:
         cases: Valid cases.
-        labels: A label per case, such as its file. Each label keeps at least one case.
+        labels: Label per case, such as its file. Each label keeps at least one case.
 
     Returns:
-        Indices of the chosen cases, in ascending order; see [Note: covering subset].
+        Ascending indices of the chosen cases; see [Note: covering subset].
     """
     items = [_items(case, label) for case, label in zip(cases, labels, strict=True)]
     missing = set().union(*items)
-    # Gains only decrease while cases are chosen, so a top entry with a current gain is the best.
+    # Gains only decrease as cases are chosen, so the top entry is the best if its gain is current.
     gains = [(-len(each), index) for index, each in enumerate(items)]
     heapq.heapify(gains)
     chosen = []
@@ -186,7 +185,7 @@ def covering(cases: Sequence[Scenario], *, labels: Sequence[str]) -> list[int]:
 
 
 def _items(case: Scenario, label: str) -> set[tuple[str, ...]]:
-    """Return the items to cover of a case: features, pairs, label, target, faults, finding."""
+    """Return a case's items to cover: features, pairs, label, target, faults, finding."""
     features = sorted(features_of(case))
     items: set[tuple[str, ...]] = {(name,) for name in features}
     items |= {pair for pair in combinations(features, 2) if may_meet(*pair)}

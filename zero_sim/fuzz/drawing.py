@@ -10,17 +10,17 @@ from zero_sim.fuzz.choices import Drawable, Rejected, Seeded
 
 Value = TypeVar("Value", bound=Hashable)
 
-# Draws in a row without a new value after which there are taken to be no others.
+# After this many draws without a new value, assume that there are no others.
 _FRUITLESS_DRAWS_MAX = 10_000
 
 
 def draws(values_from: Drawable[Value], *, seed: str, simplest: bool = True) -> Iterator[Value]:
-    """Yield distinct values until there seem to be no others.
+    """Yield distinct values until no new values come.
 
     Args:
         values_from: Source of values. Its exceptions propagate.
-        seed: Determines the values, however many are taken.
-        simplest: True to begin with the simplest value, which is the same for every seed.
+        seed: Determines the values, regardless of how many are taken.
+        simplest: True to begin with the simplest value, which does not depend on the seed.
     """
     met: set[Value] = set()
     random = Random(seed)
@@ -28,7 +28,7 @@ def draws(values_from: Drawable[Value], *, seed: str, simplest: bool = True) -> 
     choices = Seeded(None if simplest else random)
     while fruitless <= _FRUITLESS_DRAWS_MAX:
         fruitless += 1
-        # Only the first draw may be the simplest one.
+        # Only the first draw may be the simplest value.
         try:
             value = values_from.drawn(choices)
         except Rejected:

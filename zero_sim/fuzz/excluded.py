@@ -1,4 +1,4 @@
-"""Declarations of a target that exclude every case."""
+"""Target declarations that exclude every case."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from zero_sim.targets import (
     with_options,
 )
 
-# Cases to draw without regard to refusals.
+# Number of cases to draw, including refused cases.
 _SAMPLE = 100
-# Characters to print of a declared value.
+# Maximum characters of a declared value in the message.
 _VALUE_MAX = 120
 
 
 def why_none_fits(target: Target, *, options: Mapping[str, str] | None = None) -> str:
-    """Return the declarations without which some case would fit a target, as a message.
+    """Return a message with the declarations that exclude every case.
 
     Args:
-        target: A target for which no case can be drawn.
-        options: The target's own options that all cases get, as text by name.
+        target: Target for which no case can be drawn.
+        options: The target's own options, set in all cases.
     """
-    # Drop one declaration at a time: those whose absence admits a case are to blame.
+    # Drop one declaration at a time. If a case then fits, the declaration is to blame.
     declared, lead = capabilities_of(target), f"no case fits target {target.name!r}"
-    # An empty list excludes everything by itself, and no case can be drawn without it.
+    # An empty list excludes everything, and then no case can be drawn for the search below.
     for each in fields(Capabilities):
         if each.default and getattr(declared, each.name) == ():
             return f"{lead}: Capabilities.{each.name} is empty. Add at least one value"
@@ -52,7 +52,7 @@ def why_none_fits(target: Target, *, options: Mapping[str, str] | None = None) -
         for name, without in _relaxed(target)
         if any(not refusals(without, case) for case in cases)
     ]
-    # Without the options of the command line, some case would fit.
+    # A case would fit without the command line's options.
     if options and any(not refusals(target, case) for case in plain):
         said = " ".join(f"--option {name}={value}" for name, value in options.items())
         blamed.append(said)
@@ -62,7 +62,7 @@ def why_none_fits(target: Target, *, options: Mapping[str, str] | None = None) -
 
 
 class _Without:
-    """A target with one declaration replaced."""
+    """Target with a declaration replaced."""
 
     def __init__(self, target: Target, name: str, declared: object) -> None:
         self._target = target
@@ -77,7 +77,7 @@ class _Without:
 
 
 def _relaxed(target: Target) -> Iterator[tuple[str, Target]]:
-    """Yield each declaration in words, with the target without it."""
+    """Yield each declaration in words, and the target without it."""
     declared = capabilities_of(target)
     for each in fields(Capabilities):
         value, anything = getattr(declared, each.name), getattr(EVERYTHING, each.name)
@@ -97,7 +97,7 @@ def _nothing(scenario: Scenario) -> tuple[Problem, ...]:
 
 
 def _commonest(refused: list[tuple[Problem, ...]]) -> str:
-    """Return the field that most refusals name, with the message of one refusal."""
+    """Return the field that most refusals name, with one of their messages."""
     paths = Counter(path for found in refused for path in {problem.path for problem in found})
     (path, count) = paths.most_common(1)[0]
     problem = next(p for found in refused for p in found if p.path == path)

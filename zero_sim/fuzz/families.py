@@ -1,13 +1,13 @@
-"""Families of cases: one model, data and optimizer, with many systems that must agree on them.
+"""Families of cases: the same model, data and optimizer on several systems, which must agree.
 
-The first case of a family is drawn like any other. Its siblings have another stage, partition,
-buckets, timing or schedule, and keep all inputs of the reference. Its steps are therefore computed
-once, and all members are checked against the same bits, so against each other too.
+The first case is drawn like any other. Its siblings have another stage, partition, buckets, timing
+or schedule, but the same inputs of the reference. So the reference's steps are computed once. All
+members are checked against the same bits, and therefore against each other.
 
 [Note: size of a family]
-A family takes an effort of about `EFFORT_OF_A_FAMILY`, so an expensive case has few siblings. Most
-cases are cheap, and expensive ones are as frequent among families as among single cases. If more
-members are requested than fit, the limit rises for cheap and expensive cases in proportion.
+A family takes an effort of about `EFFORT_OF_A_FAMILY`, so an expensive case has few siblings.
+Expensive cases are as frequent among families as among single cases. If more members are requested,
+the limit rises in proportion, for cheap and expensive cases alike.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from zero_sim.targets import Target, capabilities_of, refusals
 from zero_sim.workloads import params_of
 
 EFFORT_OF_A_FAMILY, EFFORT_OF_A_MEMBER = 2_400, 150
-"""Effort of all members together, in the units of `fuzz.effort`: the larger of a fixed limit and
-the effort of the cheapest cases times the number of requested members."""
-# Redraw a sibling whose effort exceeds that of the first case by this factor.
+"""Effort limits in units of `fuzz.effort`: fixed, and per requested member (a cheap case). The
+larger limit applies.
+"""
+# Redraw a sibling if its effort exceeds the first case's by this factor.
 _DEARER = 1.5
-# Draws per requested sibling; most draws fit the model and are new.
+# Draws per requested sibling. Most draws fit and are new.
 _TRIES = 4
 
 
@@ -50,20 +51,20 @@ def siblings(
     """Yield distinct siblings of a case.
 
     Args:
-        first: The first case of the family.
+        first: First case of the family.
         target: Target of the cases.
-        most: Maximum number of members, including the first.
+        most: Maximum number of members, including the first case.
         seed: Determines the siblings.
-        then: Applied to each drawn sibling.
+        then: Function to apply to each drawn sibling.
     """
     sizes = [spec.numel for spec in param_specs(first.model, ep=first.topology.ep)]
-    # At least 1, because it is a divisor below.
+    # At least 1, because `room` is divided by it.
     effort_max = max(1, effort_of(first, sizes=sizes))
     room = max(EFFORT_OF_A_FAMILY, EFFORT_OF_A_MEMBER * most)
     wanted = min(most, room // effort_max) - 1
     met, random = {first}, Random(seed)
     for _ in range(_TRIES * max(0, wanted)):
-        # `met` also contains the first case, which is no sibling.
+        # `met` also contains the first case.
         if len(met) > wanted:
             return
         try:
@@ -77,8 +78,8 @@ def siblings(
 
 
 def has_family(scenario: Scenario) -> bool:
-    """Return True if other cases can share the reference of a case."""
-    # One world, and a summation order that does not depend on positions in the layout.
+    """Return True if a case can share its reference with siblings."""
+    # The case needs a single world, and an order that does not depend on layout positions.
     return (
         scenario.reload is None
         and scenario.pair is None
@@ -93,7 +94,7 @@ def _drawn_sibling(
 ) -> Scenario:
     own, topology = first.system, first.topology
     ranks = first.world.size // (topology.tp * topology.pp)
-    # No theme: siblings should differ in any way, whatever the first case is about.
+    # No theme, because siblings should differ in any way.
     swarm = Swarm(choices, able=capabilities_of(target))
     system = drawn_system(
         choices,
@@ -108,10 +109,10 @@ def _drawn_sibling(
         system=replace(
             system,
             target=own.target,
-            # Settings of the system that the reference computes from stay the same.
+            # The reference uses these settings, so they stay the same.
             **computed_of_system(own),
         ),
-        # The order of sums decides the bits of the reference, so all members share it.
+        # The summation order decides the reference's bits, so it stays the same.
         world=replace(world, order=first.world.order, order_known=first.world.order_known),
     )
     other = fitted_to_model(other, swarm=swarm)

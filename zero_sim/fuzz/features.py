@@ -1,9 +1,9 @@
-"""Features of cases: non-default settings, and special properties of the layout.
+"""Features of cases: non-default settings and special layout properties.
 
 A feature has the name of its setting: `system.stage=3` if the setting has a few values,
-`system.bucket_elems` if it is a number or a list. `layout: empty param` is a property of the
-planned buffers, not of the settings, so a bucket size without effect is no layout feature. Numbers
-of ranks, steps and params and the seed are no features.
+`system.bucket_elems` if it is a number or list. Layout features such as `layout: empty param`
+depend on the planned buffers. So if a bucket size has no effect, it gives no layout feature.
+Numbers of ranks, steps and params, and the seed, are no features.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from zero_sim.targets import Capabilities
 from zero_sim.targets.declared import followed
 
 LAYOUT = "layout: "
-"""Prefix of the names of layout features."""
+"""Name prefix of layout features."""
 _OPTIONS = "system.options."
 _OWN_MODELS = "model.name=own:"
-# Fields that are no features: expectations and the target.
+# Fields that are no features: faults, expectations, second layout and target.
 _ASSERTED = ("faults", "expect", "pair", "system.target")
-# Cache sizes. Bounded, because names may come from a forged file.
+# Cache sizes, bounded because names may come from a forged file.
 _NAMES_KEPT, _PAIRS_KEPT = 1 << 10, 1 << 15
-# Fields of `Capabilities` that list a setting's supported values, by path of the setting.
+# Fields of `Capabilities` with a setting's supported values, by path of the setting.
 _CAPABLE = {
     "model.name": "models",
     "model.dtype": "dtypes",
@@ -42,7 +42,7 @@ Plans = Sequence[BufferPlan]
 
 
 def features_of(scenario: Scenario) -> frozenset[str]:
-    """Return the names of all features of a case.
+    """Return the names of a case's features.
 
     Args:
         scenario: A valid case.
@@ -52,50 +52,50 @@ def features_of(scenario: Scenario) -> frozenset[str]:
         for path, value, choices in features_with_values(scenario)
         if not path.startswith(_ASSERTED)
     }
-    # The model is a feature even if it is the default.
+    # Even the default model is a feature.
     found.add(f"model.name={scenario.model.name}")
     found.update(LAYOUT + name for name in layout_features(layouts_of(scenario)))
     return frozenset(found)
 
 
 def features_for(able: Capabilities) -> tuple[str, ...]:
-    """Return the names of all features that cases for a target can have, in the order of records.
+    """Return the names of all features that a target's cases can have, in order of fields.
 
     The target's own options are not included.
 
     Args:
-        able: Capabilities of the target.
+        able: The target's capabilities.
     """
     return tuple(name for name in every_feature() if _may_have(able, name))
 
 
 @cache
 def every_feature() -> tuple[str, ...]:
-    """Return the names of all features that a case can have, in the order of the records."""
+    """Return the names of all features that a case can have, in order of fields."""
     return (*_within(Scenario, ""), *(LAYOUT + name for name in FEATURES))
 
 
 @lru_cache(maxsize=_NAMES_KEPT)
 def is_feature(name: str) -> bool:
-    """Return True if a case can have a feature of this name; options of any target count."""
+    """Return True if a case can have this feature, including any target's own options."""
     return name in every_feature() or name.startswith((_OPTIONS, _OWN_MODELS))
 
 
 def setting_of(feature: str) -> str:
-    """Return the path of a feature's setting; for a layout feature, its name."""
+    """Return a feature's setting; for a layout feature, its name."""
     return feature.partition("=")[0]
 
 
 @lru_cache(maxsize=_PAIRS_KEPT)
 def may_meet(one: str, other: str) -> bool:
-    """Return True if two features can be a pair: not of one setting, nor a table and its field."""
-    # The shorter path is the table, if one contains the other.
+    """Return False for two features of the same setting, or of a table and its field."""
+    # If a path contains the other, the shorter path is the table.
     first, second = sorted((setting_of(one), setting_of(other)), key=len)
     return first != second and not second.startswith(f"{first}.")
 
 
 def _within(record: type, prefix: str) -> Iterator[str]:
-    """Yield the features of the settings of a record and of records in it."""
+    """Yield the features of a record and of records in it."""
     types = fields_of(record)
     for column in dataclasses.fields(record):
         path, expected = prefix + column.name, types[column.name]
@@ -103,18 +103,18 @@ def _within(record: type, prefix: str) -> Iterator[str]:
             continue
         table = _table_of(expected)
         if table is None:
-            # A required field of a table adds nothing to the table's own feature.
+            # A required field adds nothing to its table's feature.
             if column.default is not dataclasses.MISSING or path == "model.name":
                 yield from _values(path, expected, default=column.default)
             continue
-        # Tables at the top level always exist, except `reload`.
+        # Top-level tables always exist, except `reload`, so they are no features.
         if prefix or path == "reload":
             yield path
         yield from _within(table, f"{path}.")
 
 
 def _values(path: str, expected: object, *, default: object) -> Iterator[str]:
-    """Yield the features of one setting."""
+    """Yield the features of a setting."""
     choices = choices_of(expected) or ((True, False) if expected is bool else ())
     if not choices:
         yield path
@@ -122,7 +122,7 @@ def _values(path: str, expected: object, *, default: object) -> Iterator[str]:
 
 
 def _table_of(expected: object) -> type | None:
-    """Return the record type of a setting or of the items of its list; None for plain values."""
+    """Return the record type of a setting or its list items; None for plain values."""
     inner = typing.get_args(expected)[0] if typing.get_origin(expected) is tuple else expected
     return inner if isinstance(inner, type) and is_table(inner) else None
 
@@ -138,17 +138,17 @@ def _called(path: str, value: object, choices: tuple[object, ...]) -> str:
 def _may_have(able: Capabilities, feature: str) -> bool:
     setting, _, value = feature.partition("=")
     if setting in _CAPABLE:
-        # Without any known order, cases have any order and are checked against bounds.
+        # If a target declares no order, cases have any order and are checked against bounds.
         capable = getattr(able, _CAPABLE[setting])
         return not capable or value in map(str, capable)
-    # A target that follows a setting also follows its value after a reload.
+    # If a target follows a setting, it also follows the setting after a reload.
     before = setting.replace("reload.", "system.", 1) if setting.startswith("reload.") else setting
     heads = {path for each in (setting, before) for path in _heads(each)}
     return not heads & (set(followed()) - set(able.follows))
 
 
 def _heads(path: str) -> Iterator[str]:
-    """Yield the path and those of all tables around it, the outermost first."""
+    """Yield the paths of all enclosing tables, outermost first, and the path itself."""
     parts = path.split(".")
     return (".".join(parts[:count]) for count in range(1, len(parts) + 1))
 
@@ -164,11 +164,11 @@ def _any_bucket(test: Callable[[BufferPlan, BucketPlan], bool]) -> Callable[[Pla
 
 
 def _cut_count(plan: BufferPlan, bucket: BucketPlan) -> int:
-    """Return the largest number of fragments of one param of a bucket."""
+    """Return the maximum number of fragments per param in a bucket."""
     starts = {bucket.shard_span(shard).start for shard in range(bucket.shard_count)}
     return max(
         (
-            # A shard that starts at the edge of a param does not cut it.
+            # A shard that starts at a param's edge does not cut the param.
             1 + sum(param.span.start < start < param.span.stop for start in starts)
             for param in bucket.params
             if param.span.numel
@@ -180,7 +180,7 @@ def _cut_count(plan: BufferPlan, bucket: BucketPlan) -> int:
 def _boundary_between_params(plan: BufferPlan, bucket: BucketPlan) -> bool:
     """Return True if a shard ends exactly between two params."""
     inner = {param.span.start for param in bucket.params if param.span.numel}
-    # Without shard 0, which starts with the bucket.
+    # Skip shard 0, which starts with the bucket.
     starts = (bucket.shard_span(shard).start for shard in range(1, bucket.shard_count))
     return any(start in inner for start in starts)
 
@@ -193,8 +193,8 @@ def _empty_shard(plan: BufferPlan, bucket: BucketPlan) -> bool:
 
 
 def _idle_owner(plans: Plans) -> bool:
-    """Return True if some rank owns nothing of any buffer."""
-    # Buffers may have different numbers of shards. Fewer shards repeat over the ranks.
+    """Return True if a rank owns nothing in any buffer."""
+    # If a buffer has fewer shards than another, its shards repeat over the ranks.
     most = max(plan.policy.shard_count for plan in plans)
     return any(
         not any(plan.fragments(shard % plan.policy.shard_count) for plan in plans)
@@ -203,12 +203,12 @@ def _idle_owner(plans: Plans) -> bool:
 
 
 def _unit(plan: BufferPlan) -> int:
-    """Return the number of elements of which a padded bucket is a multiple."""
+    """Return the unit in elements of which padded buckets are multiples."""
     return plan.policy.shard_count * plan.policy.shard_multiple(plan.key.dtype)
 
 
 def _remainder(by: int) -> Callable[[BufferPlan, BucketPlan], bool]:
-    """Return a test for buckets whose payload exceeds a multiple of the unit by `by` elements."""
+    """Return a test for buckets with a payload `by` elements above a multiple of the unit."""
     return lambda plan, bucket: (
         _unit(plan) > 1
         and not bucket.payload.empty
@@ -250,13 +250,13 @@ FEATURES: Mapping[str, Callable[[Plans], bool]] = {
         plan.policy.param_order == "reverse" and len(plan.params) > 1 for plan in plans
     ),
 }
-"""Tests for features of a layout, by name."""
+"""Tests for layout features by name."""
 
 
 def layout_features(plans: Plans) -> frozenset[str]:
-    """Return the names of the features of a layout.
+    """Return the names of a layout's features.
 
     Args:
-        plans: Plans of its buffers.
+        plans: Plans of the layout's buffers.
     """
     return frozenset(name for name, has in FEATURES.items() if has(plans))

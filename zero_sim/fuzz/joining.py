@@ -1,4 +1,4 @@
-"""Joining the files of a campaign's shards into one corpus, which can be resumed."""
+"""Join the files of a campaign's shards into a corpus that can be resumed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from zero_sim.untrusted import printable
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Joined:
-    """The joined shards of a campaign."""
+    """Joined shards of a campaign."""
 
     kept: Kept
     shards_missing: tuple[int, ...]
-    """Numbers of shards without a file, from 1."""
+    """Numbers, from 1, of shards without a file."""
     shard_count: int
 
 
@@ -28,8 +28,8 @@ def join_corpora(places: Sequence[Path], *, into: Path) -> Joined:
     """Join the corpora of shards, including bundles.
 
     Args:
-        places: Files of shards, and folders with such files.
-        into: Folder of the new corpus; it must not contain one.
+        places: Shard files, and folders with shard files.
+        into: Folder for the new corpus; it must not contain a corpus.
 
     Raises:
         UsageError: The files belong to different campaigns, a shard occurs twice, or `into`
@@ -41,7 +41,7 @@ def join_corpora(places: Sequence[Path], *, into: Path) -> Joined:
     count = first.shard[1]
     by_number: dict[int, list[str]] = {}
     for path, part in parts.items():
-        # Heads must be equal except for the number of the shard.
+        # Heads must be equal except for the shard number.
         if replace(part.head, shard=(1, part.head.shard[1])) != replace(first, shard=(1, count)):
             raise UsageError(
                 f"expected shards of one campaign, got {printable(to_json(first))} in {where} and "
@@ -58,10 +58,10 @@ def join_corpora(places: Sequence[Path], *, into: Path) -> Joined:
         raise UsageError(
             f"expected a folder without a corpus for --corpus, got {into}. Choose a new one."
         )
-    # Bundles first: if the disk is full, there is no corpus whose bundles are missing.
+    # Bundles first, so that a full disk leaves no corpus without its bundles.
     for path in parts:
         _copy_bundles(path.parent / "bundles", into / "bundles")
-    # The result is the only shard of a campaign with one, so it can be resumed.
+    # The result is shard 1/1, so the campaign can be resumed.
     head = replace(first, shard=(1, 1))
     with open_corpus(into, head=head, parts=[*parts.values()]) as corpus:
         kept = corpus.kept
@@ -84,7 +84,7 @@ def _files_in(place: Path) -> list[Path]:
 def _copy_bundles(bundles: Path, into: Path) -> None:
     try:
         for bundle in sorted(bundles.glob("*")):
-            # Symlinks of a stranger's corpus must not copy files from elsewhere.
+            # A symlink in a stranger's corpus must not copy files from elsewhere.
             if bundle.is_dir() and not bundle.is_symlink():
                 shutil.copytree(bundle, into / bundle.name, symlinks=True, dirs_exist_ok=True)
     except OSError as error:

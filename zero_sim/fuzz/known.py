@@ -1,16 +1,16 @@
-"""Known findings of a campaign: recognise them in further cases, and recheck them later.
+"""Known findings of a campaign: recognised in further cases, and rechecked later.
 
 [Note: recognising a known finding]
-A key is not enough, because two causes may make the same quantity wrong in the same way. So a case
-counts for a known finding only if it contains that finding's smallest case: at least as many ranks,
-params, elements and steps, and all its non-default settings. A case that lacks any of these has
-another cause, and is shrunk separately, only through cases that lack it too. If the search for the
-smallest case was not completed, the key has to suffice.
+The key does not suffice, because two causes may make the same quantity wrong in the same way. So a
+case shows a known finding only if it contains the finding's smallest case: at least as many ranks,
+params, elements and steps, and all its non-default settings. If a case lacks any of these, its
+cause is another. Then it is shrunk separately, through cases that do not contain the smallest case
+either. If the search for the smallest case was not completed, the key must suffice.
 
 [Note: needs]
-The needs of a finding are the ranks, params, elements and steps of its smallest case, and the paths
-of its non-default settings, with any value. Shrinking removes settings one by one, so another case
-may show the same fault without one of them, by another combination.
+A finding needs the ranks, params, elements and steps of its smallest case, and its non-default
+settings, with any value. Shrinking removes settings one by one. So another case may show the same
+fault by another combination of settings.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.shrink import Key, Size, may_become, settings_of, size_of
 from zero_sim.targets import Target, import_target
 
-# Settings whose value does not matter for a finding.
+# Settings that findings do not depend on.
 _NO_NEED = frozenset({"model.name", "system.target", "optimizer.lr", "data.rows"})
-# One cause that shows in many places must not use up the campaign's time.
-# Findings whose keys differ only in the place; further ones count as known.
+# Maximum number of findings whose keys differ only in the place. Further findings count as known,
+# because a single cause with many places must not use up the campaign's time.
 _OF_A_KIND_MAX = 4
 Outcome = Literal["fixed", "fails", "fails-otherwise", "unknown"]
 """`fixed`: the case passes; `fails`: same finding; `fails-otherwise`: another finding; `unknown`:
@@ -49,7 +49,7 @@ class Needs:
 
     @classmethod
     def of(cls, smallest: Scenario) -> Self:
-        """Return the needs of a smallest case."""
+        """Return the needs of a finding with this smallest case."""
         return cls(size=size_of(smallest), settings=_settings_of(smallest))
 
     def met_by(self, scenario: Scenario) -> bool:
@@ -58,7 +58,7 @@ class Needs:
         is_large_enough = (
             size.ranks >= least.ranks
             and size.params >= least.params
-            # Shrinking never reaches a case without elements.
+            # Shrinking never gives a case without elements.
             and max(size.elements, 1) >= least.elements
             and size.steps >= least.steps
         )
@@ -75,37 +75,37 @@ def _settings_of(scenario: Scenario) -> frozenset[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Known:
-    """A known finding with the needs of its smallest case."""
+    """A known finding and its needs."""
 
     key: Key
     places: Collection[str]
-    """Parts of the buffer with differences in its smallest case."""
+    """Parts of the buffer where the smallest case has differences."""
     needs: Needs
-    """Needs of its smallest case."""
+    """Requirements on other cases with this finding."""
 
     @classmethod
     def of(cls, found: Found) -> Self:
-        """Return a finding of a campaign as a known one."""
+        """Return a finding as a known finding."""
         if not found.complete:
             return cls(key=found.key, places=found.places, needs=NOTHING)
         (scenario,) = parse_cases(found.scenario, source="smallest case", stem="smallest")
         return cls(key=found.key, places=found.places, needs=Needs.of(scenario))
 
     def is_of_kind(self, key: Key) -> bool:
-        """Return True if a key equals this finding's, without its place."""
-        # Shrinking may move the place, which is the last part of a key.
+        """Return True if a key equals this finding's key, apart from the place."""
+        # The place is last, and shrinking may move it.
         return key[:-1] == self.key[:-1]
 
     def explains(self, key: Key, scenario: Scenario) -> bool:
         """Return True if a case with this key shows this finding."""
-        # A key without a place may belong to any place.
+        # A key without a place fits any place.
         lies_there = not key.place or key == self.key or key.place in self.places
         return self.is_of_kind(key) and lies_there and self.needs.met_by(scenario)
 
 
 @dataclass(slots=True)
 class KnownFindings:
-    """All findings that a campaign knows so far."""
+    """Findings that a campaign knows so far."""
 
     findings: list[Known] = field(default_factory=list)
 
@@ -114,13 +114,13 @@ class KnownFindings:
         self.findings.append(Known.of(found))
 
     def explain(self, key: Key, scenario: Scenario) -> bool:
-        """Return True if a case shows a known finding, or its kind has enough findings."""
+        """Return True if a case shows a known finding, or if its kind has enough findings."""
         of_kind = [known for known in self.findings if known.is_of_kind(key)]
         is_shown = any(known.explains(key, scenario) for known in of_kind)
         return is_shown or len(of_kind) >= _OF_A_KIND_MAX
 
     def others(self, key: Key, scenario: Scenario) -> list[Known]:
-        """Return the findings of the same kind whose needs a case does not meet."""
+        """Return known findings of the same kind whose needs a case does not meet."""
         return [
             known
             for known in self.findings
@@ -130,12 +130,12 @@ class KnownFindings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rechecked:
-    """A finding of an earlier run, judged again."""
+    """An earlier finding, judged again."""
 
     found: Found
     outcome: Outcome
     said: str = ""
-    """The new finding or error; empty if the case passes or has the same finding."""
+    """New finding or error; empty if the case passes or has the same finding."""
 
     def as_dict(self) -> dict[str, object]:
         """Return all fields, ready for JSON."""
@@ -148,12 +148,12 @@ class Rechecked:
 
 
 def recheck(findings: Iterable[Found], *, target: str, device: str = "cpu") -> Iterator[Rechecked]:
-    """Judge the shrunk case of each finding again; findings without one are skipped.
+    """Judge the shrunk case of each finding again. Findings without a case are skipped.
 
     Args:
         findings: Findings of earlier runs.
-        target: Name of a registered target, or `module:name`.
-        device: Device of the ranks and the reference.
+        target: Registered name, or `module:name`.
+        device: Device for ranks and reference.
 
     Raises:
         UsageError: The target does not exist.
@@ -172,12 +172,12 @@ def _judge(found: Found, *, target: Target, pool: WorldPool, device: str) -> Rec
         result = run_case(found.case_again(), pool=pool, target=target, device=device)
     except ZeroSimError as error:
         return Rechecked(found=found, outcome="unknown", said=str(error))
-    # An unexpected exception may be the finding itself.
+    # The finding itself may be an unexpected exception.
     except Exception as error:  # noqa: BLE001
         same = found.key[:2] == (Check.INTERNAL_ERROR, type(error).__name__)
         said = "" if same else f"{type(error).__name__}: {error}"
         return Rechecked(found=found, outcome="fails" if same else "fails-otherwise", said=said)
-    # The same finding up to its place, which may move even without shrinking.
+    # The place may differ, because it may move even without shrinking.
     if may_become(found.key, result):
         return Rechecked(found=found, outcome="fails")
     if result.verdict == "pass":

@@ -1,10 +1,10 @@
-"""Layouts without a case around them, drawn by the thousand.
+"""Drawn layouts without cases, for tests that need thousands.
 
 [Note: one draw per layout]
-Planning a layout takes as long as two or three draws of Hypothesis, so drawing each value
-separately would take ten times as long as the plan. A layout is therefore drawn at once as a byte
-string: four bytes for the policy and two per param. Byte strings shrink to fewer params and lower
-bytes, so every table below begins with the simplest value.
+Planning a layout takes as long as two or three Hypothesis draws, so drawing each value separately
+would take ten times as long as the plan. So a layout is drawn at once as a byte string: four bytes
+for the policy and two per param. Byte strings shrink to fewer params and lower bytes, so every
+table below begins with the simplest value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PARAMS_MAX = 8
 _POLICY_BYTES = 4
 _PARAM_BYTES = 2
 _SIZES = (1, 0, *range(2, 41), 63, 64, 65, 1000)
-# Dimensions after the first one; None for a scalar.
+# Dimensions after the first; None for a scalar.
 _COLUMNS: tuple[tuple[int, ...] | None, ...] = ((), (), (), (1,), (2,), (3,), (0,), None)
 _KINDS = ("dense", "dense", "expert")
 _DTYPES = ("fp32", "bf16")
@@ -31,7 +31,7 @@ _ORDERS = ("registration", "reverse")
 
 
 def layouts(*, params_max: int = PARAMS_MAX) -> st.SearchStrategy[Layout]:
-    """Return a strategy of params, a policy, and the buffers planned for both.
+    """Return a strategy of layouts: params, policy and planned buffers.
 
     Args:
         params_max: Maximum number of params, at least 1.
@@ -42,14 +42,14 @@ def layouts(*, params_max: int = PARAMS_MAX) -> st.SearchStrategy[Layout]:
 
 def _unpacked(drawn: bytes) -> Layout:
     policy_bytes, param_bytes = drawn[:_POLICY_BYTES], drawn[_POLICY_BYTES:]
-    # Not strict, because an odd last byte is ignored.
+    # Not strict: an odd last byte is ignored.
     pairs = zip(param_bytes[::2], param_bytes[1::2], strict=False)
     specs = [_param(index, *pair) for index, pair in enumerate(pairs)]
     shards, elems, others, bucket = policy_bytes
-    # One byte has two values: the remainder is the partition, the quotient the alignment.
+    # This byte contains two values: the quotient is the alignment, the remainder the partition.
     elems, partition = divmod(elems, len(_PARTITIONS))
     others, order = divmod(others, len(_ORDERS))
-    # Only padded shards can be aligned, and `rows` takes one param per bucket.
+    # Only padded shards can be aligned, and `rows` needs a bucket per param.
     padded = _PARTITIONS[partition] == "padded"
     policy = LayoutPolicy(
         shard_count=_SHARD_COUNTS[shards % len(_SHARD_COUNTS)],
@@ -75,7 +75,7 @@ def _param(index: int, others: int, size: int) -> ParamSpec:
 
 
 def _bucket(drawn: int, specs: list[ParamSpec]) -> int | None:
-    """Return no bucket limit, a small one, or one that fits the first few params exactly."""
+    """Return a bucket size: None, small, or an exact fit for the first few params."""
     number, form = divmod(drawn, 3)
     if form == 0:
         return None

@@ -26,21 +26,21 @@ from zero_sim.scenario.spec import (
 from zero_sim.scenario.tp_block import HEAD_ELEMS, SHARED
 
 BARE: tuple[ModelName, ...] = ("params", "bit-hash")
-"""Models that consist only of params of given shapes."""
+"""Models that consist only of params with given shapes."""
 _USUAL: tuple[ModelName, ...] = ("params", "params", "params", "mlp", "mlp", "mlp")
 _OTHERS: tuple[ModelName, ...] = (
     "bit-hash", "bit-hash", "ternary", "unusual", "unusual", "moe", "moe", "fp8", "transformer-260",
     "tp-block", "positional", "positional", "gpt", "multi-token", "multi-token",
 )  # fmt: skip
 MODELS = _USUAL + _OTHERS
-"""Models to draw from, with repetition for frequent ones; cases shrink to the first."""
+"""Models to draw from, where frequent models are repeated. Cases shrink to the first."""
 OWN_TIMES = 3
-"""Repetitions of each model of the target's own, as often as a usual model."""
-# At least the number of choices for the shapes of a bare model.
+"""Repetitions of a target's own model: as many as for a usual model."""
+# At least the number of choices for a bare model's shapes.
 _PRICE = 4 * PARAMS_MAX
 _OTHER_LOSSES: tuple[Literal["sum", "mean-of-ranks"], ...] = ("sum", "mean-of-ranks")
 _WITH_OTHER_LOSSES = ("mlp", "fp8", "params")
-# Steps at which a param is frozen; small, because most cases have few steps.
+# First steps of a freeze, small because most cases have few steps.
 _FROZEN_FROM = (0, 0, 1, 2)
 _BUFFERS: tuple[Literal["saved", "rebuilt"], ...] = ("saved", "saved", "saved", "rebuilt")
 _EXPERTS = (2, 2, 3, 4, 6)
@@ -55,14 +55,14 @@ def drawn_model(
     names: Sequence[AnyModelName],
     swarm: Swarm,
 ) -> ModelSpec:
-    """Draw a model whose sizes of params are at the edges of a partition.
+    """Draw a model whose param sizes are at the edges of a partition.
 
     Args:
         choices: Source of choices.
-        ranks: Number of ranks that share its optimizer state.
+        ranks: Number of ranks that share the optimizer state.
         align_elems: Alignment of shards in elements.
-        names: Models to draw from, the simplest first. Restricted to models that the target
-            supports; if there are none, any supported model.
+        names: Models to draw from, simplest first. Models that the target does not support are left
+            out; if none remain, any supported model.
         swarm: Features of the case.
     """
     able = swarm.able
@@ -77,8 +77,9 @@ def drawn_model(
             scalars=able.scalar_params,
         )
     else:
-        # Hypothesis prefers the failing case with fewer choices, and a named model takes one choice
-        # only. But a few bare params are easier to understand, so named models cost extra choices.
+        # Hypothesis prefers the failing case with fewer choices, and a named model takes a single
+        # choice. But a few bare params are easier to understand, so named models cost extra
+        # choices.
         for _ in range(_PRICE):
             choices.among((False, True))
     dtype = able.dtypes[0]
@@ -96,7 +97,7 @@ def drawn_model(
             return ModelSpec(name=name, dtype=dtype, hidden=choices.integer(1, 9))
         case "tp-block":
             heads, blocks = choices.integer(1, 2), choices.integer(1, 2)
-            # Whole heads on each rank, because attention is computed within a head.
+            # Each rank has whole heads, because attention is computed within a head.
             return ModelSpec(name=name, dtype=dtype, hidden=HEAD_ELEMS * heads, blocks=blocks)
         case "gpt":
             width, blocks = choices.integer(1, 4), choices.integer(1, 2)
@@ -118,10 +119,10 @@ def drawn_model(
 
 
 def _with_readers(choices: Choices, model: ModelSpec, *, ranks: int, swarm: Swarm) -> ModelSpec:
-    """Return the model with some bare params tied, unused, or read by one rank's loss only."""
+    """Return the model, maybe with bare params that are tied, unused, or read by one rank only."""
     if model.name != "params":
         return model
-    # Every loss reads the first param, so that each has a backward: others start at index 1.
+    # All losses read the first param, so that each has a backward. Choose among the other params.
     sizes = [math.prod(shape) for shape in model.shapes or ()]
     several = len(sizes) > 1
     last = max(1, len(sizes) - 1)
@@ -129,7 +130,7 @@ def _with_readers(choices: Choices, model: ModelSpec, *, ranks: int, swarm: Swar
         model = replace(model, tied=(f"p{choices.integer(0, len(sizes) - 1)}",))
     if swarm.on("unused params", fits=several):
         index = choices.integer(1, last)
-        # If most gradients are zero, equal ones mean little; see `guard.zero-gradients`.
+        # If most gradients are zero, equal gradients mean little; see `guard.zero-gradients`.
         if f"p{index}" not in model.tied and 2 * sizes[index] <= sum(sizes):
             model = replace(model, unused=(f"p{index}",))
     if swarm.on("one-rank params", fits=several):
@@ -145,19 +146,19 @@ def _with_readers(choices: Choices, model: ModelSpec, *, ranks: int, swarm: Swar
 
 
 def with_skipped(choices: Choices, model: ModelSpec, *, swarm: Swarm) -> ModelSpec:
-    """Return the model, maybe with a bare param that no loss reads in some steps.
+    """Return the model, maybe with a bare param that losses skip in some steps.
 
     Args:
         choices: Source of choices.
-        model: The model with all its readers.
+        model: The model, complete otherwise.
         swarm: Features of the case.
     """
     sizes = [math.prod(shape) for shape in model.shapes or ()]
     index = choices.integer(1, max(1, len(sizes) - 1))
-    # All drawn even without the feature, so that later draws keep their place.
+    # Draw these even without the feature, so that later draws keep their positions.
     start, count = choices.among(_FROZEN_FROM), choices.among((1, 1, 2))
     fits = model.name == "params" and len(sizes) > 1 and f"p{index}" not in model.unused
-    # If most gradients are zero, equal ones mean little.
+    # If most gradients are zero, equal gradients mean little.
     fits = fits and 2 * sizes[index] <= sum(sizes)
     if not swarm.on("skipped params", fits=fits):
         return model
@@ -166,7 +167,7 @@ def with_skipped(choices: Choices, model: ModelSpec, *, swarm: Swarm) -> ModelSp
 
 
 def recomputed_model(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> ModelSpec:
-    """Return the model of a case, maybe with activation checkpoints.
+    """Return the case's model, maybe with activation checkpoints.
 
     Args:
         choices: Source of choices.
@@ -178,10 +179,10 @@ def recomputed_model(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> M
     recompute: Any = choices.among([each for each in able if each != "none"] or ["none"])
     is_sharded = 3 in (scenario.system.stage, after.stage if after else None)
     fits = model.name in USED_BY["model.recompute"]
-    # A joining rank follows the gathers of a plain forward and backward, but recomputed blocks
-    # gather once more.
+    # A joining rank repeats the gathers of a plain forward and backward. Recomputed blocks gather
+    # once more, which it would miss.
     fits &= not (scenario.run.own_micro_batches and is_sharded)
-    # The first block of `gpt` is used twice and has no reentrant checkpoint.
+    # `gpt` uses its first block twice, so this block has no reentrant checkpoint.
     fits &= not (recompute == "reentrant" and model.name == "gpt" and model.blocks < 2)
     if not swarm.on("recomputed", fits=fits, often=True):
         return model
@@ -189,7 +190,7 @@ def recomputed_model(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> M
 
 
 def nested_model(choices: Choices, model: ModelSpec, *, swarm: Swarm) -> ModelSpec:
-    """Return the model, maybe with each bare param in its own module, and another order of reads.
+    """Return the model, maybe with bare params in modules of their own, read in another order.
 
     Args:
         choices: Source of choices.
@@ -200,22 +201,22 @@ def nested_model(choices: Choices, model: ModelSpec, *, swarm: Swarm) -> ModelSp
         model = replace(model, tied_first=True)
     if not swarm.on("nested params", fits=model.name == "params", often=True):
         return model
-    # Nesting renames params: p1 becomes m1.p1. In a bare model, only `freeze` contains full names.
+    # Nesting renames p1 to m1.p1. Only `freeze` contains full names.
     freeze = tuple(replace(each, param=f"m{each.param[1:]}.{each.param}") for each in model.freeze)
     return replace(model, nested=True, freeze=freeze)
 
 
 def with_buffer(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> ModelSpec:
-    """Return the model, maybe with a buffer that its forwards read.
+    """Return the case's model, maybe with a buffer that forwards read.
 
     Args:
         choices: Source of choices.
-        scenario: The case of the model, with its reload.
+        scenario: The case, with its reload.
         swarm: Features of the case.
     """
     buffer, model = choices.among(_BUFFERS), scenario.model
     fits = model.name in USED_BY["model.buffer"]
-    # Often with a reload, because a saved buffer matters only there, and few cases have one.
+    # Often in a case with a reload: saved buffers only matter there, and few cases have a reload.
     if not swarm.on("buffer", fits=fits, often=scenario.reload is not None):
         return model
     return replace(model, buffer=buffer)
@@ -224,11 +225,11 @@ def with_buffer(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> ModelS
 def fit_blocks(
     model: ModelSpec, topology: TopologySpec, *, may_split: bool, swarm: Swarm
 ) -> tuple[ModelSpec, TopologySpec]:
-    """Return a split model with a matching topology and width; other models unchanged.
+    """Return a split model with a matching width and topology. Other models stay unchanged.
 
     Args:
         model: The model.
-        topology: Topology drawn without regard to the model.
+        topology: Topology that was drawn for any model.
         may_split: True if the case may have twice as many ranks.
         swarm: Features of the case.
     """
@@ -238,21 +239,21 @@ def fit_blocks(
     if model.name != "tp-block":
         return model, topology
     shared = (SHARED,) if topology.tp > 1 else ()
-    # `tp-block` is split within layers, so every rank has all blocks and none is left for pp.
+    # `tp-block` is split within layers, so every rank has all blocks, and pp has nothing to split.
     topology = replace(topology, pp=1, tied=(), shared=shared)
-    # Each rank keeps the width that was drawn.
+    # Each rank keeps the drawn width.
     return replace(model, hidden=model.hidden * topology.tp), topology
 
 
 def _freeze(choices: Choices, *names: str) -> tuple[FreezeSpec, ...]:
     start = choices.among(_FROZEN_FROM)
     param = choices.among(names)
-    # Frozen for one step only, so that it can train again in a short case.
+    # Freeze for one step only, so that the param can train again in a short case.
     return (FreezeSpec(param=param, start=start, stop=start + 1),)
 
 
 def drawn_data(choices: Choices, *, model: ModelSpec, swarm: Swarm) -> DataSpec:
-    """Draw the data of a case, distinct on each rank and without NaN.
+    """Draw data without NaN that is distinct on each rank.
 
     Args:
         choices: Source of choices.
@@ -269,12 +270,13 @@ def drawn_data(choices: Choices, *, model: ModelSpec, swarm: Swarm) -> DataSpec:
 
 
 def drawn_overflow(choices: Choices, *, scenario: Scenario, elems: int) -> NanSpec:
-    """Draw a NaN or an infinity on one rank at one step, for a case that skips such steps.
+    """Draw a NaN or infinity on one rank in one step, for a case that skips such steps.
 
     Args:
         choices: Source of choices.
-        scenario: The case, with loss scaling or with a target that skips such steps without it.
-        elems: Elements of all params. A bare param has two elements of input per element.
+        scenario: The case. It has a loss scale, or its target skips such steps without a loss
+            scale.
+        elems: Elements of all params. Bare params have two input elements per element.
     """
     return NanSpec(
         rank=choices.integer(0, scenario.world.size - 1),

@@ -1,8 +1,8 @@
-"""Corpora of earlier versions, read only: a head line, then one line of JSON per batch.
+"""Corpora of earlier versions, read only: a head line, then a JSON line per batch.
 
-An incomplete batch continues in a line of its own. A line that a crash cut short is dropped, and
-its cases run again. A line may also declare a finding fixed: earlier batches that met the finding
-do not count, because the code has changed.
+An incomplete batch continues in another line. If a crash cut a line short, it is dropped, and its
+cases run again. A line may also declare a finding fixed. Earlier batches that met this finding do
+not count, because the code has changed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from zero_sim.untrusted import Unreadable, printable, read_regular
 
 OLD_SUFFIX = ".jsonl"
 OLD_FILES = "batches-{}-of-{}" + OLD_SUFFIX
-# Size limit; campaigns write no larger files.
+# Campaigns do not write larger files.
 _FILE_BYTES_MAX = 1 << 30
 _COUNTS = {each.name for each in fields(Counts)}
 
 
 def read_old(path: Path) -> tuple[Head, tuple[BatchReport, ...]]:
-    """Read the file of a shard.
+    """Read a shard's file.
 
     Raises:
         UsageError: The file is no corpus or cannot be read.
@@ -57,12 +57,12 @@ def read_old(path: Path) -> tuple[Head, tuple[BatchReport, ...]]:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the content of a file of a corpus.
+    """Return the content of a corpus file.
 
     Raises:
-        UsageError: It is no regular file or cannot be read.
+        UsageError: The file is not regular or cannot be read.
     """
-    # A symlink in a stranger's corpus could reveal other files of this machine.
+    # A symlink in a stranger's corpus could reveal other files.
     try:
         return read_regular(path, bytes_max=_FILE_BYTES_MAX, follow=False)
     except Unreadable as reason:
@@ -72,7 +72,7 @@ def read_file(path: Path) -> bytes:
 
 
 def _head(data: dict[str, Any]) -> Head:
-    # Fields that the first version had, and no longer exist.
+    # Only the first version had these fields.
     if (data.pop("format"), data.pop("version")) != ("zero_sim corpus", 1):
         raise ValueError("no head of a corpus")
     data["options"] = sorted(data.get("options", {}).items())
@@ -82,7 +82,7 @@ def _head(data: dict[str, Any]) -> Head:
 
 
 def _report(data: dict[str, Any], *, seed: int) -> BatchReport:
-    """Return the report of a line, where counts are at the top level."""
+    """Return the report in a line, where counts are at the top level."""
     counts = {name: data.pop(name) for name in _COUNTS & set(data)}
     report = from_json(BatchReport, json.dumps({**data, "counts": counts}))
     if report.seed != batch_seed(seed, report.index):
@@ -91,7 +91,7 @@ def _report(data: dict[str, Any], *, seed: int) -> BatchReport:
 
 
 def _without(reports: Sequence[BatchReport], is_of: tuple[object, ...]) -> list[BatchReport]:
-    """Return reports without a finding, and without the cases of batches that may have met it."""
+    """Return reports without a finding and without the cases of batches that may have met it."""
     gone = [one for report in reports for one in report.found if one.is_of == is_of]
 
     def without(report: BatchReport) -> BatchReport:

@@ -21,16 +21,16 @@ from zero_sim.scenario.spec import (
 from zero_sim.workloads import EXACT_MODELS, params_of
 
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
-# Suffixes of names of params, by model; for other models biases and weights.
+# Suffixes of param names by model. Other models have biases and weights.
 _ENDINGS: dict[AnyModelName, tuple[str, str]] = {
     "params": ("0", "1"),
     "bit-hash": ("0", "1"),
     "moe": ("1.linear.weight", "bias"),
     "unusual": ("twice", "unused"),
 }
-# Short, in good steps, so that the scale grows within the few steps of a case.
+# In steps without overflow. Short, so that the scale grows within the few steps of a case.
 _GROWTH_INTERVALS = (2, 2, 1, 3)
-# With None, a group keeps the optimizer's own value.
+# With None, a group keeps the optimizer's value.
 _SETTINGS = (None, None, 0.0, 0.01)
 _DIFFERENT = tuple(itertools.permutations((0.01, 0.0, 0.05)))
 _ONE_IN_FOUR = (False, False, False, True)
@@ -42,15 +42,15 @@ def drawn_optimizer(
     model: ModelSpec,
     swarm: Swarm,
 ) -> OptimizerSpec:
-    """Draw an optimizer with its settings.
+    """Draw an optimizer with settings.
 
     Args:
         choices: Source of choices.
-        model: The model, whose names of params the groups match.
+        model: The model, whose param names the groups match.
         swarm: Features of the case.
     """
     able = [each for each in OPTIMIZERS if each in swarm.able.optimizers] or swarm.able.optimizers
-    # The first optimizer is the usual one, to which cases shrink.
+    # The first optimizer is the usual choice, and cases shrink to it.
     others = [name for name in able if name in swarm.theme.optimizers] or able[1:]
     is_other = len(able) > 1 and swarm.on("any optimizer", often=True)
     name = choices.among(others) if is_other else able[0]
@@ -82,9 +82,9 @@ def drawn_optimizer(
 
 
 def _drawn_loss_scale(choices: Choices, model: ModelSpec) -> LossScaleSpec:
-    """Draw a loss scale with finite gradients; in fp16 also scales with which some overflow."""
+    """Draw a loss scale that keeps gradients finite; for fp16, also scales that overflow."""
     initials = [64.0]
-    # Not for exact models, because a sum next to an overflow depends on its order.
+    # Not for exact models, because a sum near overflow depends on its order.
     if model.dtype == "fp16" and model.name not in EXACT_MODELS:
         initials += [2.0**12, 2.0**10, 2.0**14, 2.0**16]
     return LossScaleSpec(
@@ -93,7 +93,7 @@ def _drawn_loss_scale(choices: Choices, model: ModelSpec) -> LossScaleSpec:
 
 
 def drawn_groups(choices: Choices, *, model: ModelSpec, decay: bool) -> tuple[ParamGroupSpec, ...]:
-    """Draw one or two param groups for some params of a model, or a few groups for all of them.
+    """Draw one or two param groups for some params, or a few groups for all params.
 
     Args:
         choices: Source of choices.
@@ -118,8 +118,8 @@ def drawn_groups(choices: Choices, *, model: ModelSpec, decay: bool) -> tuple[Pa
 def _covering(
     choices: Choices, endings: Sequence[str], *, names: Sequence[str], decay: bool
 ) -> tuple[ParamGroupSpec, ...]:
-    """Return different groups that cover all params."""
-    # No param keeps the optimizer's settings, so settings of a wrong group always show.
+    """Return groups with different settings that cover all params."""
+    # No param keeps the optimizer's settings, so a wrong group always shows.
     rates, decays = choices.among(_DIFFERENT), choices.among(_DIFFERENT)
     groups = tuple(
         ParamGroupSpec(match=ending, lr=lr, weight_decay=weight_decay if decay else None)

@@ -1,4 +1,4 @@
-"""Capabilities of a target in one summation order, or in an unknown order."""
+"""Capabilities of a target in a certain summation order, or in an unknown order."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _NEEDS_ORDER = ("reload", "reload.async_steps", "topology.tp", "topology.pp")
 
 
 def within_order(able: Capabilities, order: str | None) -> Capabilities:
-    """Return the capabilities of a target in one order.
+    """Return a target's capabilities in a certain order.
 
     Args:
-        able: Capabilities of the target.
-        order: Name of the order, or `unknown`; None for all that the target declares.
+        able: The target's capabilities.
+        order: Name of the order, or `unknown`; None for all declared orders.
 
     Raises:
-        UsageError: The target does not declare that order.
+        UsageError: The target does not declare this order.
     """
     if order not in (None, UNKNOWN, *able.known_orders):
         names = ", ".join((*able.known_orders, UNKNOWN))

@@ -1,4 +1,4 @@
-"""Layouts of a case, planned again from its settings."""
+"""Layout of a case, planned again from its settings."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _DTYPES = {
 
 
 def layouts_of(scenario: Scenario) -> tuple[BufferPlan, ...]:
-    """Return the dense and expert buffers of a rank's layout before a reload.
+    """Return the dense and expert buffers of a rank before a reload.
 
     Args:
         scenario: A valid case.
 
     Returns:
-        One plan per buffer, with one shard at stage 0.
+        A plan per buffer, with a single shard at stage 0.
     """
     topology, system = scenario.topology, scenario.system
-    # Ranks of one dp-cp group, which hold the same dense params.
+    # Size of a dp-cp group, whose ranks hold the same dense params.
     holders = scenario.world.size // (topology.tp * topology.pp)
     shard_counts = {"dense": holders, "expert": holders // topology.ep}
     plans: list[BufferPlan] = []
@@ -39,7 +39,7 @@ def layouts_of(scenario: Scenario) -> tuple[BufferPlan, ...]:
     if system.buffers_by == "param-group":
         of = scenario.optimizer
         specs = tuple(replace(spec, group=group_index(of, spec.name)) for spec in specs)
-    # Dense and expert params have different numbers of holders, so their own buffers.
+    # Dense and expert params have different numbers of holders, so each kind has its own buffers.
     for kind in dict.fromkeys(spec.kind for spec in specs):
         policy = LayoutPolicy(
             shard_count=1 if system.stage == 0 else shard_counts[kind] // system.redundancy,
@@ -55,13 +55,13 @@ def layouts_of(scenario: Scenario) -> tuple[BufferPlan, ...]:
 
 
 def param_specs(model: ModelSpec, *, ep: int = 1) -> tuple[ParamSpec, ...]:
-    """Return the trained params of a model as layout specs, in registration order.
+    """Return a model's trained params as layout specs, in registration order.
 
     Args:
         model: The model.
-        ep: Expert-parallel ways; the params are those of the first expert-parallel rank.
+        ep: Expert-parallel size. The result is for the first expert-parallel rank.
     """
-    # Settings that do not affect the layout are reset, so that more models share a cache entry.
+    # Reset settings that do not affect the layout, so that more models share a cache entry.
     return _param_specs(replace(model, tied=(), unused=(), skip=(), one_rank=(), freeze=()), ep)
 
 
@@ -70,7 +70,7 @@ def _param_specs(model: ModelSpec, ep: int) -> tuple[ParamSpec, ...]:
     scenario = Scenario(
         schema=1, model=model, topology=TopologySpec(ep=ep), run=RunSpec(steps=1, seed=0)
     )
-    # Sizes come from the built module, which takes time; hence the cache.
+    # Building the module takes time, hence the cache.
     module = build_module(build_workload(scenario), expert_index=0)
     return tuple(
         ParamSpec(

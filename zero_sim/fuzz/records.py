@@ -1,4 +1,4 @@
-"""Records of a campaign: jobs, reports of batches, and findings; plain data for any worker."""
+"""Records of a campaign (jobs, batch reports, findings): plain data for any worker."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from zero_sim.shrink import Key
 from zero_sim.untrusted import printable
 
 BATCH_CASES = 50
-# Families of full size per batch; the end of a batch may cut the last one short.
+# Full families per batch. The end of the batch may cut the last family short.
 _FAMILIES = 8
 SHARDS_MAX = 1_000_000
-"""Maximum number of shards; bounds the list of missing shards of a forged corpus."""
+"""Maximum number of shards, so that a forged corpus has no endless list of missing shards."""
 _SEED_BYTES = 8
-# Largest integer of SQLite.
+# SQLite's largest integer.
 _ROW_NUMBER_MAX = 2**63 - 1
-# Maximum number of features of a batch; a file with more is forged.
+# Maximum number of features in a batch. A file with more is forged.
 _FEATURES_MAX = 1_000
-# Maximum number of unobserved quantities of a batch; a file with more is forged.
+# Maximum number of unobserved quantities in a batch. A file with more is forged.
 _UNOBSERVED_MAX = 1_000
 _SHOWN_CHARS = 200
 
@@ -39,65 +39,66 @@ _Record = TypeVar("_Record")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """One distinct finding, shrunk."""
+    """A distinct finding with its smallest case."""
 
     key: Key
     message: str
-    """The finding in one sentence."""
+    """The finding as a sentence."""
     seed: int
     """Seed of the batch that found it."""
     case: int
-    """Index of the case in the batch."""
+    """Index of the original case in the batch."""
     scenario: str
-    """The shrunk case, as TOML."""
+    """Shrunk case as TOML."""
     bundle: Annotated[str, Field(pattern=r"^([0-9a-f]{12})?$")]
-    """Id of its bundle, which becomes part of paths; empty if zero_sim itself raised."""
+    """Bundle id, which becomes part of paths. Empty without a bundle."""
     text: str
-    """The report of the finding."""
+    """Report of the finding."""
     size: str
-    """Size of the shrunk case, in words."""
+    """Size of the shrunk case in words."""
     places: tuple[str, ...] = ()
-    """Parts of the buffer with differences, as named in keys, in the shrunk case and in others that
-    shrank to it."""
+    """Parts of the buffer with differences, as in keys. Includes other cases that shrank to the
+    same case.
+    """
     complete: bool = False
-    """True if no smaller case that the search tries has this finding."""
+    """True if the search for the smallest case was completed."""
 
     as_met: bool = False
-    """True if its case is not shrunk yet, or an interrupt ended the search."""
+    """True if the case is not shrunk yet, or an interrupt ended the search."""
     unkept: str = ""
-    """Reason why it has no bundle; empty if it has one or needs none."""
+    """Error that prevented the bundle; empty if there was no error."""
     apart: Annotated[float, Field(allow_inf_nan=False)] = 0.0
-    """Largest difference of values, from `how_far_apart`; 0 in files of earlier versions."""
+    """Largest difference between values, from `how_far_apart`. 0 in files of earlier versions."""
 
     @property
     def is_of(self) -> tuple[object, ...]:
-        """Identity of the finding: its key without the place, and its smallest case."""
+        """Identity of the finding: key without the place, and smallest case."""
         return *self.key[:-1], _untitled(self.scenario)
 
     def case_again(self) -> Scenario:
-        """Return the case of the finding.
+        """Return the finding's case.
 
         Raises:
-            ScenarioError: It cannot be read, for example because another version wrote it.
+            ScenarioError: The case cannot be read, for example because another version wrote it.
         """
         (scenario,) = parse_cases(self.scenario, source="the corpus", stem="drawn")
         return scenario
 
     def joined(self, other: Found) -> Found:
-        """Return this finding with the places that another batch saw."""
+        """Return this finding with the other's places added."""
         places = tuple(dict.fromkeys((*self.places, *other.places)))
         return dataclasses.replace(self, places=places)
 
     def is_met_by(self, key: str) -> bool:
-        """Return True if cases with a key, in the form of a report, may show this finding."""
-        # Keys in reports are strings with the place last; an empty place fits any finding.
+        """Return True if a case with this key, in report form, may show this finding."""
+        # In reports, keys are strings with the place last. An empty place fits any finding.
         kind, _, place = key.rpartition("|")
         return kind == "|".join(self.key[:-1]) and place in ("", *self.places)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Head:
-    """Settings that all batches of a corpus share.
+    """Settings that all batches in a corpus share.
 
     Raises:
         UsageError: A number is out of range.
@@ -108,15 +109,15 @@ class Head:
     cases: Annotated[int, Field(ge=1)]
     """Cases per batch."""
     shard: tuple[int, int]
-    """Number of the shard, from 1, and count of shards."""
+    """Shard number, from 1, and number of shards."""
     device: str = "cpu"
-    """Device of the ranks and the reference."""
+    """Device for ranks and reference."""
     options: tuple[tuple[str, str], ...] = ()
-    """The target's own options that all cases get, by name."""
+    """Names and values of the target's own options, set in all cases."""
     family: int = 1
-    """Maximum members of a family."""
+    """Maximum family size; 1 for no families."""
     order: str | None = None
-    """Summation order of all cases, or `unknown`; None for any that the target declares."""
+    """Summation order of all cases, or `unknown`; None for all declared orders."""
 
     def __post_init__(self) -> None:
         number, count = self.shard
@@ -131,67 +132,64 @@ class Head:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One batch of cases, to run on any worker."""
+    """A batch to run on any worker."""
 
     index: int
-    """Index in the campaign, independent of shards."""
+    """Index in the campaign, over all shards."""
     seed: int
-    """Determines every case."""
+    """Seed of all cases."""
     cases: int
     target: str
-    """Name of a registered target, or `module:name`."""
+    """Registered name, or `module:name`."""
     device: str = "cpu"
-    """Device of the ranks and the reference."""
     options: tuple[tuple[str, str], ...] = ()
-    """The target's own options that all cases get, by name."""
     family: int = 1
-    """Maximum members of a family; 1 for cases without one."""
     order: str | None = None
-    """See `Head`."""
+    """See `Head`, also for the three fields above."""
     bundles: str
     """Folder for bundles of findings."""
     known: tuple[Found, ...] = ()
-    """Findings that need not be shrunk again."""
+    """Known findings, which are not shrunk again."""
     seconds: float | None = None
-    """Time after which no case is started; None for no limit."""
+    """Time limit for starting cases; None for no limit."""
     shrink_seconds: float = 60.0
-    """Limit on the time to shrink one finding."""
+    """Time limit for shrinking a finding."""
     unfinished: str = ""
-    """File for findings while the batch runs; empty for none."""
+    """File for findings while the batch runs; empty for no file."""
     start: int = 0
-    """Index of the first case to run; earlier runs did those before."""
+    """Index of the first case to run. Earlier runs judged the cases before."""
     unshrunk: tuple[Found, ...] = ()
-    """Findings of the earlier cases that are not shrunk yet."""
+    """Findings of earlier runs that are not shrunk yet."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Counts:
-    """Counts over the cases of a batch, or of a campaign so far."""
+    """Counts of a batch, or of a campaign so far."""
 
     cases: _RowNumber = 0
-    """Cases judged, not counting those of shrinking."""
+    """Judged cases, without cases judged for shrinking."""
     seconds: _Seconds = 0.0
-    """Time of all workers, not counting shrinking."""
+    """Total time of all workers, without shrinking."""
     verdicts: _Counted = field(default_factory=Counter)
     params_only: _RowNumber = 0
-    """Cases that pass with neither an averaged gradient nor optimizer state."""
+    """Passing cases where neither averaged gradients nor optimizer state were compared."""
     keys: _Counted = field(default_factory=Counter)
-    """Failing cases by key, with its parts joined by `|`."""
+    """Failing cases by key. The parts of a key are joined by `|`."""
     unproved: _Counted = field(default_factory=Counter)
     """Inconclusive cases by check."""
     unobserved: _Counted = field(default_factory=Counter)
-    """Cases by quantity that the target did not report."""
+    """Cases by unreported quantity."""
     taken: set[str] = field(default_factory=set)
-    """Rules that were inferred because the target declares none."""
+    """Rules that were inferred because the target does not declare them."""
 
     def add(self, other: Counts) -> None:
-        """Add the counts of further cases."""
+        """Add other counts."""
         for name in (each.name for each in dataclasses.fields(self)):
             ours, theirs = getattr(self, name), getattr(other, name)
             if isinstance(ours, int | float):
                 setattr(self, name, ours + theirs)
             else:
-                # `update` adds for a Counter and unites for a set.
+                # `update` adds Counters and unites sets.
                 ours.update(theirs)
 
 
@@ -203,20 +201,21 @@ class BatchReport:
     seed: int
     counts: Counts
     cases_with: dict[str, int] = field(default_factory=dict)
-    """Bit mask of the cases with a feature, by feature; see `zero_sim.fuzz.coverage`."""
+    """Cases by feature, as bit masks; see `note_features`."""
     found: tuple[Found, ...] = ()
     """New findings."""
     complete: bool = True
-    """True if all its cases ran."""
+    """True if all cases ran."""
     start: _RowNumber = 0
-    """Index of its first case; an earlier report contains those before."""
+    """Index of the first case. An earlier report contains the cases before."""
     lost: str = ""
-    """Reason why its worker died; empty if it did not."""
+    """Reason why the worker died; empty if it did not."""
     futile: str = ""
-    """Reason why further cases are useless: none fits the target, or all end in one error."""
+    """Reason why further cases are useless: no case fits the target, or all end in the same error.
+    """
 
     def may_have_met(self, found: Found) -> bool:
-        """Return True if one of its cases may show a finding."""
+        """Return True if a case of this batch may show a finding."""
         return any(map(found.is_met_by, self.counts.keys))
 
 
@@ -224,15 +223,15 @@ def _checked(report: BatchReport) -> BatchReport:
     """Return the report if its parts are consistent.
 
     Raises:
-        ValueError: They are not, so no campaign wrote it.
+        ValueError: They contradict each other, so no campaign wrote the report.
     """
     counts = report.counts
-    # A bit at or above the number of cases would belong to no case.
+    # Bits beyond the number of cases belong to no case.
     if len(report.cases_with) > _FEATURES_MAX or any(
         which >> counts.cases for which in report.cases_with.values()
     ):
         raise ValueError(f"expected features of {counts.cases} cases, got others")
-    # Earlier versions may have saved the verdict of a case before they counted it.
+    # Earlier versions may have saved a case's verdict before they counted the case.
     most = counts.cases + (not report.complete)
     for each in (counts.verdicts, counts.keys, counts.unproved):
         if min(each.values(), default=0) < 0 or each.total() > most:
@@ -249,7 +248,7 @@ def _checked(report: BatchReport) -> BatchReport:
 
 @cache
 def _adapter(record: type[_Record]) -> TypeAdapter[_Record]:
-    # Only reports have parts that may contradict each other.
+    # Only in reports can parts contradict each other.
     if record is BatchReport:
         return TypeAdapter(Annotated[record, AfterValidator(_checked)])
     return TypeAdapter(record)
@@ -261,10 +260,10 @@ def to_json(record: object) -> str:
 
 
 def from_json(record: type[_Record], data: str | bytes) -> _Record:
-    """Return the record of a JSON text.
+    """Return the record in a JSON text.
 
     Raises:
-        ValueError: The text is no such JSON, or a value has another type.
+        ValueError: The text is not JSON of this record, or a value has another type.
     """
     # Strict, because a corpus may come from a stranger.
     try:
@@ -277,25 +276,25 @@ def from_json(record: type[_Record], data: str | bytes) -> _Record:
 
 
 def _untitled(scenario: str) -> str:
-    """Return the TOML of a case without its name and description, which contain its origin."""
+    """Return a case's TOML without name and description, because these contain its origin."""
     lines = scenario.splitlines()
     return "\n".join(line for line in lines if not line.startswith(("name = ", "description = ")))
 
 
 def batch_cases(family: int) -> int:
-    """Return the number of cases per batch, for families of at most `family` members."""
+    """Return the number of cases per batch for families of at most `family` members."""
     return BATCH_CASES if family == 1 else max(BATCH_CASES, _FAMILIES * family)
 
 
 def batch_seed(seed: int, index: int) -> int:
-    """Return the seed of a batch, the same on any machine."""
-    # Hashed, so that campaigns with neighbouring seeds share no batches.
+    """Return a batch's seed, which is the same on all machines."""
+    # A hash, so that campaigns with neighbouring seeds have no batches in common.
     digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
     return int.from_bytes(digest[:_SEED_BYTES], "big")
 
 
 def size_in_words(scenario: Scenario) -> str:
-    """Return the size of a case in words: ranks, params with shapes, steps."""
+    """Return a case's size in words: ranks, params with shapes, steps."""
     shapes = scenario.model.shapes
     if shapes is None:
         model = f"model {scenario.model.name}"

@@ -17,12 +17,12 @@ _KINDS_WITHOUT_SCALARS = ("vector", "vector", "vector", "wide", "tall", "deep")
 
 
 def divisors(size: int) -> list[int]:
-    """Return all divisors of a positive size in ascending order."""
+    """Return all divisors of a positive number in ascending order."""
     return [count for count in range(1, size + 1) if size % count == 0]
 
 
 def edge_size(choices: Choices, shard_count: int, *, align_elems: int = 1, least: int = 0) -> int:
-    """Draw a number of elements, often one where a partition can be off by one.
+    """Draw a number of elements, often where a partition may be off by one.
 
     Args:
         choices: Source of choices.
@@ -33,7 +33,7 @@ def edge_size(choices: Choices, shard_count: int, *, align_elems: int = 1, least
     unit = shard_count * align_elems
     if choices.among((False, True)):
         return choices.integer(least, 3 * unit)
-    # 1 is first, so that cases shrink to it.
+    # 1 comes first, so that cases shrink to it.
     edges = {0, 1, shard_count - 1, shard_count, shard_count + 1, unit - 1, unit, unit + 1}
     return choices.among([1, *sorted(size for size in edges - {1} if size >= least)])
 
@@ -46,7 +46,7 @@ def param_shape(
     empty: bool = True,
     scalars: bool = True,
 ) -> Shape:
-    """Draw the shape of one param: a scalar, vector, matrix, 3D or 4D tensor, maybe empty.
+    """Draw a param's shape: scalar, vector, matrix, 3D or 4D tensor, maybe empty.
 
     Args:
         choices: Source of choices.
@@ -56,7 +56,7 @@ def param_shape(
         scalars: True to allow scalars.
     """
     least = 0 if empty else 1
-    # Wide and tall matrices, because some partitions cut the flat param, others between rows.
+    # Wide and tall matrices, because some partitions cut the flat param and others between rows.
     kind = choices.among(_KINDS if scalars else _KINDS_WITHOUT_SCALARS)
     if kind == "scalar":
         return ()
@@ -78,7 +78,7 @@ def param_shapes(
     empty: bool = True,
     scalars: bool = True,
 ) -> tuple[Shape, ...]:
-    """Draw the shapes of a model's params; at least one is not empty.
+    """Draw shapes of a model's params. At least one param is not empty.
 
     Args:
         choices: Source of choices.
@@ -99,16 +99,16 @@ def param_shapes(
 
 
 def bucket_size(choices: Choices, sizes: Sequence[int]) -> int:
-    """Draw a bucket size for params of the given sizes, often an exact fit.
+    """Draw a bucket size, often an exact fit.
 
-    An exact fit is the size of one param, or a sum of the first or last few, or one element less or
-    more.
+    An exact fit is a param's size, or the sum of the first or last few sizes, give or take one
+    element.
 
     Args:
         choices: Source of choices.
         sizes: Elements of each param, in registration order.
     """
-    # Other sizes are small, so that there are several buckets.
+    # Otherwise small, so that there are several buckets.
     if choices.among((False, True)):
         return choices.integer(1, max(8, *sizes))
     sums = {*sizes, *accumulate(sizes), *accumulate(reversed(sizes))} - {0}

@@ -1,8 +1,8 @@
-"""Drawn cases: the public strategies, composed of the other modules of this package.
+"""Drawn cases: the public strategies, composed from the other modules.
 
-Every drawn case is valid according to `check_scenario`, and supported by its target. Values are
-drawn in the order in which they should shrink: ranks, then params, then their sizes, then features,
-each to its default.
+Every drawn case is valid according to `check_scenario`, and its target supports it. Values are
+drawn in the order in which they should shrink: ranks, then params, then sizes, then features, each
+to its default.
 """
 
 from __future__ import annotations
@@ -79,28 +79,29 @@ RANKS_MAX = 12
 STEPS_MAX = 4
 # From 11 ranks on, shard indices have two digits.
 _MANY_RANKS = 11
-# Mostly few ranks and steps: nearly all faults show there, at a fraction of the time per case.
-# Maximum ranks of a case, by frequency; one case in 18 has shard indices of two digits.
+# Maximum ranks of a case, repeated by frequency. Mostly few ranks and steps, because these show
+# nearly all faults in a fraction of the time. One case in 18 may have shard indices of two digits.
 _RANKS_MOSTLY = [2] * 5 + [3] * 3 + [4] * 6 + [8] * 3 + [RANKS_MAX]
-# Larger numbers of ranks have a second entry among the choices.
+# Numbers of ranks above this are twice as likely.
 _FEW_RANKS = 4
-# Limits of estimated effort, by frequency. Mostly the small one, because rare combinations of
-# features occur sooner in many cheap cases than in a few expensive ones.
+# Effort limits, repeated by frequency. Mostly the small limit, because rare combinations of
+# features occur sooner in many cheap cases than in a few expensive cases.
 _EFFORTS = [EFFORT_USUAL] * 7 + [EFFORT_MAX]
-# Ranks up to which a model may be split in two even if the case should have fewer.
+# A model may be split in two up to this number of ranks, even if the case should have fewer.
 _RANKS_SPLIT = 4
-# Maximum ranks after the reload of a case that is slow without it.
+# Maximum ranks after a reload, if the case is slow without the reload.
 _RANKS_AFTER_SLOW = 3
-# With other numbers of ranks, few cases have collectives both between and within replicas.
-# Numbers of ranks that allow several replicas, each sharded over several ranks, by frequency.
+# Numbers of ranks that allow several replicas, each sharded over several ranks, repeated by
+# frequency. Other numbers rarely give collectives both between and within replicas.
 _SQUARISH = (4, 4, 4, 4, 4, 6, 8, 8)
 _STEPS_MOSTLY = (2, 2, 2, STEPS_MAX)
-# Redraw a case whose estimated effort exceeds its limit by this factor.
+# Redraw a case if its estimated effort exceeds its limit by this factor.
 _DEAR = 3
-# Numbers of steps with a skipped one, whose consequences may need four steps to show.
+# Numbers of steps in cases that skip a step. Consequences may show after four steps only.
 _STEPS_WITH_OVERFLOW = (2, 3, 4)
 _EVALUATIONS: tuple[Literal["between-steps", "within-step"], ...] = ("between-steps", "within-step")
-# Numbers of steps with a frozen param. To train it again and then reload takes at least three.
+# Numbers of steps in cases with a frozen param. Training it again before a reload takes at least
+# three.
 _STEPS_WITH_FREEZE = (2, STEPS_MAX)
 
 
@@ -112,7 +113,7 @@ def scenarios(
     models_from: Sequence[AnyModelName] = MODELS,
     reload: bool = True,
 ) -> st.SearchStrategy[Scenario]:
-    """Return a Hypothesis strategy of the cases of `drawn_cases`.
+    """Return `drawn_cases` as a Hypothesis strategy.
 
     Args:
         target: See `drawn_cases`, also for the other arguments.
@@ -136,20 +137,21 @@ def drawn_cases(
     with_refused: bool = False,
     order: str | None = None,
 ) -> Drawable[Scenario]:
-    """Return cases with any combination of features, which a correct system passes.
+    """Return cases with any combination of features.
 
-    A correct system's verdict may also be inconclusive.
+    A correct system passes these cases, or its verdict is inconclusive.
 
     Args:
-        target: Target of the cases. Only supported settings are drawn, and cases that its own
-            `refuses` refuses are redrawn. None for our own system, which supports everything.
+        target: Target of the cases. Only settings that it supports are drawn, and cases that its
+            `refuses` method refuses are redrawn. None for our own system, which supports
+            everything.
         ranks_max: Maximum ranks.
         steps_max: Maximum optimizer steps, at least 1.
-        models_from: Models to draw from, the simplest first, as far as the target supports them. By
-            default all, and the target's own.
-        reload: True to allow a checkpoint and a reload in another world.
+        models_from: Models to draw from, simplest first. Models that the target does not support
+            are left out. By default all models, including the target's own.
+        reload: True to allow a checkpoint that another world loads.
         with_refused: True to include cases that the target refuses.
-        order: Summation order of all cases, or `unknown`; None for all that the target declares.
+        order: Summation order of all cases, or `unknown`; None for all declared orders.
 
     Raises:
         UsageError: The target does not declare this order.
@@ -158,11 +160,11 @@ def drawn_cases(
     if target is not None and models_from is MODELS:
         models_from = [*MODELS, *own_models_of(target) * OWN_TIMES]
     if target is not None and target.name != OWN:
-        # Its tensor-parallel layers need sums between ranks, which only our system provides.
+        # Only our system provides the sums that its tensor-parallel layers need.
         models_from = [name for name in models_from if name != "tp-block"]
     has_pairs = target is not None and needs_pair(target)
     if has_pairs:
-        # A reload has layouts of its own, so it excludes a second layout.
+        # A reload already changes the layout, so it excludes a second layout.
         able, reload = pairable(able), False
     drawn = partial(
         _drawn_case,
@@ -180,7 +182,7 @@ def drawn_cases(
         case = drawn(choices)
         case = replace(case, system=replace(case.system, target=target.name))
         if case.model.dtype != "fp32" and numerics_of(target, case).masters == "param":
-            # In bf16, a step of 1e-3 rounds to no change of most weights.
+            # A step of 1e-3 changes few bf16 weights, because it is rounded away.
             rate = choices.among([0.1, 1.0])
             case = replace(case, optimizer=replace(case.optimizer, lr=rate))
         case = with_drawn_options(choices, case, target=target)
@@ -208,7 +210,8 @@ def _drawn_case(
         choices.refuse()
     swarm = Swarm(choices, able=able, has_theme=True)
     ranks_max = min(max(choices.among(_RANKS_MOSTLY), *swarm.theme.ranks, 1), ranks_max)
-    # Ranks of one dp-cp group, so that a case keeps its layout if it shrinks to fewer groups.
+    # Draw the size of a dp-cp group first, so that a case that shrinks to fewer groups keeps its
+    # layout.
     ranks_max = min(ranks_max, able.world_size_max or ranks_max)
     ranks = _ranks(choices, ranks_max, preferred=swarm.theme.ranks)
     topology = drawn_topology(choices, ranks=ranks, parts_max=ranks_max // ranks, swarm=swarm)
@@ -224,7 +227,7 @@ def _drawn_case(
         choices, ranks=ranks // ep, sizes=sizes, align_elems=align_elems, swarm=swarm
     )
     scenario = _one_step(choices, model, topology, system, ranks=ranks, swarm=swarm)
-    # Rare features rarely meet a reload by chance, so it is drawn more often with them.
+    # Rare features seldom meet a reload by chance, so draw a reload more often for them.
     seldom = bool(model.freeze) or model.name == "fp8" or ranks >= _MANY_RANKS
     goes_on = swarm.on("reload", fits=reload and steps_max > 1, often=seldom)
     effort_max = EFFORT_MAX if model.freeze else choices.among(_EFFORTS)
@@ -245,7 +248,7 @@ def _drawn_case(
         )
         scenario = _within_both(replace(scenario, reload=after), steps_max=steps_max)
     scenario = _joined(choices, fitted_one_rank(scenario), swarm=swarm)
-    # Cases with many ranks are rare, so their effort is not limited.
+    # Effort is not limited for many ranks, because these cases are rare.
     if ranks < _MANY_RANKS and effort_of(scenario, sizes=sizes) > _DEAR * effort_max:
         choices.refuse()
     scenario = _hiding(scenario, swarm=swarm)
@@ -274,13 +277,13 @@ def _one_step(
     ranks: int,
     swarm: Swarm,
 ) -> Scenario:
-    """Return a case of one step, with data, a world and an optimizer."""
-    # On one rank, only accumulation gives a divisor other than 1.
+    """Return a case with one step, and draw its data, world and optimizer."""
+    # On a single rank, only accumulation gives a divisor other than 1.
     accumulates = swarm.on("accumulation", often=ranks == 1)
     data = drawn_data(choices, model=model, swarm=swarm)
     world = drawn_world(choices, size=ranks * topology.tp * topology.pp, swarm=swarm)
     if system.sum_by == "first-rank":
-        # The first rank adds in rank order, so the case must name this order.
+        # The first rank adds in rank order, so the case must have this order.
         world = replace(world, order="linear")
     return Scenario(
         schema=1,
@@ -303,24 +306,24 @@ def _paced(
     steps_max: int,
     effort_max: int,
 ) -> Scenario:
-    """Return the case with a chunk size and a number of steps that fit into the effort."""
-    # Chunks before steps, because each chunk is a call and adds to the effort of a step.
+    """Return the case with a chunk size and number of steps that fit into the effort limit."""
+    # Chunks before steps, because each chunk is a call that adds to a step's effort.
     chunk = chunk_within(scenario, sizes=sizes)
     scenario = replace(scenario, system=replace(scenario.system, gather_chunk_elems=chunk))
     most = steps_within(scenario, sizes=sizes, most=steps_max, effort_max=effort_max)
     scenario = replace(scenario, run=replace(scenario.run, steps=choices.integer(1, most)))
     if effort_of(scenario, sizes=sizes) > effort_max:
-        # Faults of accumulation show with two micro-batches.
+        # Two micro-batches suffice to show faults of accumulation.
         run = replace(scenario.run, micro_batches=min(scenario.run.micro_batches, 2))
         scenario = replace(scenario, run=run)
     if effort_of(scenario, sizes=sizes) > effort_max:
-        # Races also show in smaller cases, and detection takes time for each param.
+        # Small cases show races too, and detection takes time for each param.
         scenario = replace(scenario, world=replace(scenario.world, races=False))
     return scenario
 
 
 def _ranks(choices: Choices, most: int, *, preferred: tuple[int, ...]) -> int:
-    """Draw the ranks of a dp-cp group, at most `most`, from preferred numbers if any fit."""
+    """Draw the size of a dp-cp group, at most `most`. Preferred sizes win if any fit."""
     if fitting := [ranks for ranks in preferred if ranks <= most]:
         return choices.among(fitting)
     if most > _MANY_RANKS:
@@ -330,15 +333,15 @@ def _ranks(choices: Choices, most: int, *, preferred: tuple[int, ...]) -> int:
 
 
 def _skips(target: Target, scenario: Scenario) -> bool:
-    """Return True if a target skips steps that are not finite, or raises, without a loss scale."""
+    """Return True if a target without a loss scale skips or refuses steps that are not finite."""
     aimed = replace(scenario, system=replace(scenario.system, target=target.name))
     return numerics_of(target, aimed).nonfinite != "stepped"
 
 
 def _hiding(scenario: Scenario, *, swarm: Swarm) -> Scenario:
     """Return the case, maybe with an unknown order."""
-    # Few, because a check against bounds is weaker than one for equal bits. Never for `tp-block`,
-    # because the reference trains all its parts in a known order.
+    # Few cases, because a check against bounds is weaker than a check for equal bits. Never
+    # `tp-block`, because the reference trains all its parts in a known order.
     may_hide = scenario.world.order != "linear" and scenario.model.name != "tp-block"
     may_hide &= scenario.world.order_known and not why_order_matters(scenario)
     if swarm.on("unknown order", fits=may_hide):
@@ -347,31 +350,31 @@ def _hiding(scenario: Scenario, *, swarm: Swarm) -> Scenario:
 
 
 def _joined(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> Scenario:
-    """Return the case, maybe with ranks without data for some micro-batches."""
+    """Return the case, maybe with ranks that join some micro-batches without data."""
     run, (fewest, least) = scenario.run, limits_of_joins(scenario)
     system = scenario.system
-    # A division before every sum comes too early to know the micro-batches that have data.
+    # A division before every sum comes before the number of micro-batches with data is known.
     is_late = system.divide in ("pre", "premul") and system.sync == "every"
     fits = fewest > 1 and run.micro_batches > least
     fits &= not (is_late and system.divide_by == "micro-batches")
-    # `tp-block` counts its sums over ranks, so its ranks need equally many micro-batches.
+    # `tp-block` counts its sums over ranks, so all ranks need the same number of micro-batches.
     fits &= scenario.model.name != "tp-block"
     if not swarm.on("ranks join", fits=fits, often=True):
         return scenario
     count = choices.integer(1, min(fewest, 3) - 1)
     others = [choices.integer(least, run.micro_batches - 1) for _ in range(count)]
-    # At least one rank must have data for every micro-batch.
+    # A rank must have data for every micro-batch.
     own = (*others, run.micro_batches)
     return replace(scenario, run=replace(run, own_micro_batches=own))
 
 
 def _in_epochs(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> Scenario:
-    """Return the case, maybe with a step of short micro-batches on all ranks."""
+    """Return the case, maybe with a step that has short micro-batches on all ranks."""
     steps = scenario.run.steps
-    # Drawn even without the feature, so that later draws keep their place.
+    # Draw it even without the feature, so that later draws keep their positions.
     epoch_steps = choices.integer(2, max(2, steps))
-    # The short step has half the rows, so one row is too few. Activation bytes of `tp-block` are
-    # counted for one size of micro-batch.
+    # A short step has half the rows, so there must be several rows. `tp-block` counts activation
+    # bytes for a single micro-batch size.
     fits = scenario.model.name != "tp-block" and scenario.data.rows > 1 and steps > 1
     if not swarm.on("short step", fits=fits):
         return scenario
@@ -381,7 +384,7 @@ def _in_epochs(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> Scenari
 def _evaluating(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> Scenario:
     """Return the case, maybe with a forward under `no_grad` in each step."""
     when = choices.among(_EVALUATIONS)
-    # Ranks without data cannot run a forward under `no_grad`, which also adds sums to `tp-block`.
+    # Ranks without data cannot run this forward, and `tp-block` would get additional sums.
     fits = not scenario.run.own_micro_batches and scenario.model.name != "tp-block"
     if not swarm.on("evaluation", fits=fits):
         return scenario
@@ -389,20 +392,20 @@ def _evaluating(choices: Choices, scenario: Scenario, *, swarm: Swarm) -> Scenar
 
 
 def fitted_to_model(scenario: Scenario, *, swarm: Swarm) -> Scenario:
-    """Return the case with settings of the system that depend on its optimizer and model.
+    """Return the case with the settings of `system` that depend on optimizer and model.
 
     Args:
-        scenario: The case with all other settings.
+        scenario: The case, complete otherwise.
         swarm: Features of the case.
     """
     system, optimizer, world = scenario.system, scenario.optimizer, scenario.world
     if optimizer.name in WHOLE_PARAM_OPTIMIZERS:
-        # These optimizers gather whole params by collectives, so not from CPU state or in pieces.
+        # These optimizers gather whole params by collectives, which excludes CPU state and pieces.
         system = replace(system, offload_state=False, step_buffer_elems=None)
     if swarm.on("buffers by group", fits=bool(optimizer.groups)):
         system = replace(system, buffers_by="param-group")
     has_blocks = scenario.model.name == "tp-block"
-    # Backward runs a block again, but stage 3 has resharded its params by then.
+    # Backward runs a block again, but by then stage 3 has resharded its params.
     if swarm.on("checkpoints", fits=has_blocks and system.stage != 3, often=True):
         system = replace(system, checkpoints="whole" if swarm.on("whole checkpoints") else "split")
         if swarm.on("offloaded checkpoints", often=True):
@@ -415,8 +418,8 @@ def fitted_to_model(scenario: Scenario, *, swarm: Swarm) -> Scenario:
 def _names_for(
     ranks: int, names: Sequence[AnyModelName], *, swarm: Swarm
 ) -> Sequence[AnyModelName]:
-    """Return the models of the theme, or for many ranks the bare models."""
-    # Bare params have enough elements to fill all shards of many ranks.
+    """Return the theme's models, or bare models for many ranks."""
+    # Only bare models have enough elements to fill the shards of many ranks.
     bare = [name for name in names if name in BARE]
     if ranks >= _MANY_RANKS and bare:
         return bare
@@ -427,8 +430,8 @@ def _names_for(
 def _overflowing(
     choices: Choices, scenario: Scenario, *, sizes: Sequence[int], steps_max: int
 ) -> Scenario:
-    """Return the case with a skipped step and at least one other."""
-    # Without another step, no update is compared. Consequences of a skipped step, such as a wrong
+    """Return the case with a skipped step and at least one other step."""
+    # Without another step, no update is compared. A skipped step's consequences, such as a wrong
     # count of good steps, may show only two steps later.
     most = steps_within(scenario, sizes=sizes, most=steps_max)
     steps = choices.among([each for each in _STEPS_WITH_OVERFLOW if each <= most])
@@ -438,10 +441,10 @@ def _overflowing(
 
 
 def _within_both(scenario: Scenario, *, steps_max: int) -> Scenario:
-    """Return the case with its NaN on a rank that exists in that step.
+    """Return the case with its NaN on a rank that exists in the NaN's step.
 
-    If the skipped step is alone on its side of the reload, a step is added or the NaN removed,
-    because no update would be compared on that side.
+    If the skipped step is the only step before or after the reload, no update would be compared
+    there. Then a step is added, or the NaN removed.
     """
     nan, after, steps = scenario.data.nan, scenario.reload, scenario.run.steps
     if nan is None or after is None:
@@ -451,7 +454,7 @@ def _within_both(scenario: Scenario, *, steps_max: int) -> Scenario:
         nan = replace(nan, rank=0)
     if (after.step if is_before else steps - after.step) == 1:
         if steps < steps_max:
-            # The added step is on the side of the skipped one.
+            # Add the step on the same side of the reload as the skipped step.
             steps, after = steps + 1, replace(after, step=after.step + is_before)
         else:
             nan = None

@@ -1,13 +1,13 @@
-"""Swarm testing: each case switches on a random subset of the features.
+"""Swarm testing: each case has a random subset of the features.
 
-Most real bugs need two or three features at once, and some features hide bugs of others. A
-generator that gives every case a little of everything finds neither kind (Groce et al., Swarm
-Testing, ISSTA 2012).
+Most real bugs need two or three features at once, and some features hide bugs in other features. If
+every case has a little of everything, neither kind is found (Groce et al., Swarm Testing, ISSTA
+2012).
 
 [Note: themes]
-If each feature is in four of ten cases, a combination of five is in one case of a hundred, and in
-one of a thousand if it also needs a certain model and number of ranks. A case with a theme has
-nearly all features of the theme, and other features as often as any case.
+If each feature is in 40 % of the cases, a combination of five is in 1 %, and in 0.1 % if it also
+needs a certain model and number of ranks. A case with a theme has nearly all of the theme's
+features, and other features as often as any case.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from zero_sim.scenario.spec import ModelName, OptimizerName
 from zero_sim.targets import EVERYTHING, Capabilities
 
 _LEVELS = 8
-# Average share of features that a case has, out of `_LEVELS`; cases shrink to the first.
+# Average share of features per case, in units of 1 / `_LEVELS`. Cases shrink to the first.
 _SHARES = (2, 1, 4, 6)
 
-# Path of the setting of a feature, which a target must follow. Other features need no support.
+# Settings by feature. A target must follow the setting. Other features need no support.
 _PATHS = {
     "accumulation": "run.micro_batches",
     "aligned": "system.align_elems",
@@ -85,24 +85,24 @@ _PATHS = {
 
 @dataclass(frozen=True, slots=True)
 class Theme:
-    """A combination of features that a case concentrates on."""
+    """A combination of features for a case."""
 
     features: frozenset[str] = frozenset()
-    """Names of features, as for `Swarm.on`, that nearly every such case has."""
+    """Features, as for `Swarm.on`, that nearly every case with this theme has."""
     without: frozenset[str] = frozenset()
-    """Features that exclude the combination, so such a case has none of them."""
+    """Features that no case with this theme has, because they exclude the combination."""
     models: tuple[ModelName, ...] = ()
-    """Models to draw from; empty for any."""
+    """Models to draw from; empty for any model."""
     optimizers: tuple[OptimizerName, ...] = ()
-    """Optimizers to draw from in place of the usual one; empty for any."""
+    """Optimizers to draw from instead of the usual one; empty for any optimizer."""
     ranks: tuple[int, ...] = ()
-    """Ranks of a dp-cp group to draw from; empty for any."""
+    """Sizes of a dp-cp group to draw from; empty for any size."""
     stages: tuple[int, ...] = ()
-    """Stages above 1 to draw from; empty for any."""
+    """Stages above 1 to draw from; empty for any stage."""
 
 
 ANYTHING = Theme()
-# Combinations that are too rare in cases without a theme; see [Note: themes].
+# Combinations that are too rare without a theme; see [Note: themes].
 _OVERFLOW = {"loss scale", "overflow", "accumulation"}
 _FROZEN = {"freeze", "reload", "accumulation", "unused params"}
 _SAVED = {"reload", "saved async", "16-bit params", "uneven", "buckets"}
@@ -147,24 +147,24 @@ THEMES = (ANYTHING,) * (2 * len(_ABOUT)) + _ABOUT
 
 
 class Swarm:
-    """The features of one case, drawn one by one along with the case.
+    """Features of a case, drawn one by one together with the case.
 
     Args:
         choices: Source of choices.
-        able: Capabilities of the target.
+        able: The target's capabilities.
         has_theme: True if the case may have a `Theme`.
     """
 
     able: Capabilities
     theme: Theme
     chosen: set[str]
-    """Features that were switched on."""
+    """Features that the case has so far."""
 
     def __init__(
         self, choices: Choices, *, able: Capabilities = EVERYTHING, has_theme: bool = False
     ) -> None:
         self._choices = choices
-        # A feature is on if its draw from 0 to _LEVELS - 1 is at least this number.
+        # A feature is on if its draw from 0 to _LEVELS - 1 is not less than this.
         self._least = _LEVELS - choices.among(_SHARES)
         self.theme = choices.among(THEMES) if has_theme else ANYTHING
         self.able = able
@@ -179,21 +179,21 @@ class Swarm:
         return path in self.able.follows
 
     def on(self, feature: str, *, fits: bool = True, often: bool = False) -> bool:
-        """Draw a feature: True if the case has it; it shrinks to False.
+        """Draw a feature; return True if the case has it. Shrinks to False.
 
         Args:
-            feature: Its name in statistics. False without a draw if the target does not follow it.
+            feature: Name. False without a draw if the target does not follow the feature's setting.
             fits: True if the case can have it.
-            often: True to switch it on in at least half of the fitting cases, because few fit.
+            often: True to have it in at least half of the fitting cases, because few cases fit.
         """
         path = _PATHS.get(feature)
         if path is not None and not self.follows(path):
             return False
-        # An integer, because bools have no weights. One draw per feature, so that each can shrink
-        # separately. Drawn even if it does not fit: a case that shrinks to fewer ranks must find
-        # every later draw in its place.
+        # An integer, because bools have no weights. A draw per feature, so that each can shrink
+        # separately. Draw even if the feature does not fit: if a case shrinks to fewer ranks, later
+        # draws must keep their positions.
         least = min(self._least, _LEVELS // 2) if often else self._least
-        # Nearly always, but it can still shrink to False.
+        # Nearly always on, but it can still shrink to False.
         if feature in self.theme.features:
             least = 1
         fits &= feature not in self.theme.without

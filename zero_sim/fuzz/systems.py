@@ -1,4 +1,4 @@
-"""Drawn topologies, worlds, settings of the system under test, and reloads."""
+"""Drawn topologies, worlds, system settings and reloads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ENDINGS = ("bias", "weight", "0", "router", "1")
 _AXES = ("tp-cp-dp-pp", "pp-dp-cp-tp", "dp-tp-cp-pp")
 _DIVISIONS: tuple[Literal["none", "pre", "premul"], ...] = ("none", "pre", "premul")
 _COUNTS: tuple[Literal["micro-batches", "tokens"], ...] = ("micro-batches", "tokens")
-# Buckets ahead; 9 is more than most cases have.
+# Number of buckets ahead. 9 is more than most cases have.
 _PREFETCHES = (0, 2, 1, 9)
 _SUMS: tuple[Literal["all-reduce", "first-rank"], ...] = ("all-reduce", "first-rank")
 _PARTITIONS: tuple[PartitionName, ...] = ("uneven", "one-owner", "rows")
@@ -38,7 +38,7 @@ _ORDERS: tuple[OrderName, ...] = get_args(OrderName)
 
 
 def shares(model: ModelSpec, ranks: int, *, swarm: Swarm) -> list[int]:
-    """Return the possible expert-parallel ways of a model, 1 first.
+    """Return the possible expert-parallel sizes for a model, 1 first.
 
     Args:
         model: The model.
@@ -52,11 +52,11 @@ def shares(model: ModelSpec, ranks: int, *, swarm: Swarm) -> list[int]:
 
 
 def drawn_topology(choices: Choices, *, ranks: int, parts_max: int, swarm: Swarm) -> TopologySpec:
-    """Draw a topology, without expert parallelism.
+    """Draw a topology without expert parallelism.
 
     Args:
         choices: Source of choices.
-        ranks: Number of ranks of a dp-cp group.
+        ranks: Size of a dp-cp group.
         parts_max: Maximum number of dp-cp groups.
         swarm: Features of the case.
     """
@@ -91,7 +91,7 @@ def drawn_world(choices: Choices, *, size: int, swarm: Swarm) -> WorldSpec:
         swarm: Features of the case.
     """
     known = swarm.able.known_orders
-    # A target without a known order is checked against bounds, which hold for any order.
+    # If the target has no known order, draw any order: bounds hold for all orders.
     orders = [order for order in _ORDERS if order in known or not known]
     any_order = len(orders) > 1 and swarm.on("any order", often=True)
     return WorldSpec(
@@ -112,26 +112,26 @@ def drawn_system(
     align_elems: int = 1,
     swarm: Swarm,
 ) -> SystemSpec:
-    """Draw the settings of the system under test.
+    """Draw the system settings.
 
     Args:
         choices: Source of choices.
-        ranks: Number of ranks with the same params; with experts, of those with the same experts.
+        ranks: Number of ranks with the same params, including experts.
         sizes: Elements of each param, for buckets that fit exactly.
         align_elems: Alignment of shards in elements.
         swarm: Features of the case.
     """
     stage = _drawn_stage(choices, swarm)
-    # Each setting below is drawn only if those before it allow it; see scenario/applies.py.
+    # Draw each setting only if the settings before allow it; see scenario/applies.py.
     buffered = swarm.on("reduce buffers", fits=stage in (1, 2))
     uneven = swarm.on("uneven", fits=stage > 0 and align_elems == 1)
     sync = "every" if swarm.on("sync every") or (buffered and stage == 2) else "last"
     divide = choices.among(_DIVISIONS) if swarm.on("divide") else "post"
-    # The number of tokens is known only after the last micro-batch.
+    # The number of tokens is unknown before the last micro-batch.
     counts = _COUNTS if sync == "last" or divide in ("none", "post") else _COUNTS[:1]
     partition: PartitionName = choices.among(_PARTITIONS) if uneven else "padded"
     if partition == "rows" and not swarm.follows("system.bucket_elems"):
-        # `rows` needs a bucket for each param, which this target cannot have.
+        # `rows` needs a bucket per param, which this target does not support.
         partition = "uneven"
     bucket_elems = bucket_size(choices, sizes) if swarm.on("buckets") else None
     redundancy = _copies(choices, ranks, fits=stage > 0 and not buffered, swarm=swarm)
@@ -145,15 +145,15 @@ def drawn_system(
         align_bytes=choices.among([1, 16, 128])
         if align_elems > 1 and swarm.follows("system.align_bytes")
         else 1,
-        # Partition `rows` cuts each param between its rows, so a bucket contains one param.
+        # `rows` cuts each param between rows, so a bucket contains a single param.
         bucket_elems=1 if partition == "rows" else bucket_elems,
-        # None: systems with buckets overlap by default.
+        # By default (None), systems with buckets overlap.
         overlap_grads=choices.among((False, True)) if swarm.on("overlap grads") else None,
-        # The chunks of a gather use the same memory in turn, so no forward can overlap it.
+        # Chunks of a gather use the same memory in turn, so forward cannot overlap the gather.
         overlap_params=choices.among((False, True))
         if swarm.on("overlap params", fits=stage in (1, 2) and not in_chunks)
         else None,
-        # Stage 0 always sums by all-reduce, and reduce buffers exclude sums at the first rank.
+        # Stage 0 always sums by all-reduce, and with reduce buffers the first rank cannot sum.
         sum_by=choices.among(_SUMS[: 1 if buffered else 2] if stage else _SUMS[1:])
         if swarm.on("summed to all")
         else "reduce-scatter",
@@ -169,9 +169,9 @@ def drawn_system(
 
 
 def _copies(choices: Choices, ranks: int, *, fits: bool, swarm: Swarm) -> int:
-    """Draw the number of replicas of the sharded state."""
-    # With fewer replicas than ranks, the groups within and between replicas both have several
-    # ranks and can be confused, so these numbers are more frequent.
+    """Draw the number of replicas."""
+    # Fewer replicas than ranks are more frequent: then groups within and between replicas both have
+    # several ranks, so that a system may confuse them.
     counts = divisors(ranks)[1:] if fits else []
     shared = counts[:-1]
     has_copies = swarm.on("copies", fits=bool(counts), often=bool(shared))
@@ -187,7 +187,7 @@ def _through_buffers(
     chunks: bool,
     swarm: Swarm,
 ) -> dict[str, Any]:
-    """Return the settings of buffers for gradients and of chunks of gathers."""
+    """Return settings for gradient buffers, offloading and gather chunks."""
     return {
         "reduce_buffer_elems": bucket_size(choices, sizes) if buffered else None,
         "arena": swarm.on("arena", fits=stage > 1 and not buffered),
@@ -199,7 +199,7 @@ def _through_buffers(
 
 
 def _drawn_stage(choices: Choices, swarm: Swarm) -> Stage:
-    """Draw a stage, mostly 1 if the target supports it."""
+    """Draw a stage, mostly 1 if the target supports this stage."""
     stages = swarm.able.stages
     higher = [stage for stage in stages if stage > 1]
     higher = [stage for stage in higher if stage in swarm.theme.stages] or higher
@@ -220,13 +220,13 @@ def drawn_reload(
     ranks_max: int,
     swarm: Swarm,
 ) -> ReloadSpec:
-    """Draw a checkpoint within a run of at least two steps, and a layout after it.
+    """Draw a checkpoint within a run of at least two steps, and the layout that loads it.
 
     Args:
         choices: Source of choices.
-        before: The case without the checkpoint; its tp, cp and pp stay.
+        before: The case without the checkpoint. Its tp, cp and pp stay.
         sizes: Elements of each param.
-        ranks_max: Maximum ranks after it; one data-parallel rank is always possible.
+        ranks_max: Maximum ranks after the reload. A single data-parallel rank is always possible.
         swarm: Features of the case.
     """
     model, system, topology = before.model, before.system, before.topology
@@ -237,29 +237,29 @@ def drawn_reload(
     both = len(swarm.able.stages) > 1
     stage = _other_stage(choices, system, swarm) if both and swarm.on("other stage") else None
     has_copies = stage is None and system.stage > 0 and swarm.follows("system.redundancy")
-    # Other partitions than padded exclude alignment.
+    # Only padded partitions can be aligned.
     padded = system.align_elems == system.align_bytes == 1 and stage != 0
-    # Replicas divide the ranks that hold the same experts.
+    # The ranks with the same experts are divided among replicas.
     redundancy = choices.among(divisors(ranks // ep)) if has_copies else 1
     buckets = bucket_size(choices, sizes) if swarm.on("other buckets") else None
     partition: PartitionName | None = None
     if padded and system.stage > 0 and swarm.on("other partition"):
         partition = choices.among(["padded", "uneven", "one-owner"])
     elif stage == 0:
-        # Stage 0 has no partition, so it goes back to the default.
+        # Stage 0 has no partition, so use the default.
         partition = "padded"
     after = system.stage if stage is None else stage
-    # As in `_other_stage`: stage 2 needs a sum after every micro-batch.
+    # Stage 2 needs a sum after every micro-batch; see `_other_stage`.
     could = after == 1 or (after == 2 and system.sync == "every")
     buffered = swarm.on("other reduce buffers", fits=could and system.sum_by != "first-rank")
     if buffered or (system.reduce_buffer_elems is not None and after in (1, 2)):
-        # Sums through reduce buffers end with one owner and do not reach replicas.
+        # With reduce buffers, sums reach a single owner, not its replicas.
         redundancy = 1
     if buckets not in (None, 1) and partition is None and system.partition == "rows":
         # `rows` excludes buckets with several params.
         partition = "one-owner"
     if partition == "one-owner" and system.gather_chunk_elems is not None:
-        # Gathers in chunks need a shard of each bucket on every rank.
+        # Gathers in chunks need a shard of every bucket on every rank.
         partition = "uneven"
     return replace(
         _drawn_checkpoint(choices, before, swarm),
@@ -275,11 +275,11 @@ def drawn_reload(
 
 
 def _other_stage(choices: Choices, system: SystemSpec, swarm: Swarm) -> Stage | None:
-    # Only stages 1 and 2 gather all params after a step, so a case that overlaps this gather cannot
-    # change to another stage.
+    # Only stages 1 and 2 gather all params after a step. If the case overlaps this gather, it keeps
+    # to these stages.
     kept = (1, 2) if system.overlap_params else (0, 1, 2, 3)
-    # At stage 2 no gradient is kept for the next micro-batch, so reduce buffers need a sum after
-    # every micro-batch.
+    # Stage 2 keeps no gradients for the next micro-batch, so reduce buffers need a sum after every
+    # micro-batch.
     if system.reduce_buffer_elems is not None and system.sync == "last":
         kept = tuple(stage for stage in kept if stage != 2)
     others = [stage for stage in swarm.able.stages if stage in kept and stage != system.stage]
@@ -287,13 +287,13 @@ def _other_stage(choices: Choices, system: SystemSpec, swarm: Swarm) -> Stage | 
 
 
 def _drawn_checkpoint(choices: Choices, before: Scenario, swarm: Swarm) -> ReloadSpec:
-    """Draw the time and form of a checkpoint, for the same layout."""
+    """Draw step and kind of a checkpoint, for the same layout."""
     steps, is_frozen = before.run.steps, bool(before.model.freeze)
     step = choices.integer(1, steps - 1) if not is_frozen else choices.among(_late(steps))
-    # Only a third, because an asynchronous save takes additional steps.
+    # Only a third, because asynchronous saves take additional steps.
     goes_on = swarm.on("saved async") and choices.integer(0, 2) == 2
     weights_only = swarm.on("weights only")
-    # Drawn even for weights only, so that later draws keep their place.
+    # Draw these even for weights only, so that later draws keep their positions.
     lost_steps, lost_micro_batches = choices.among((0, 0, 1)), choices.among((0, 0, 1))
     return ReloadSpec(
         step=step,
@@ -307,8 +307,8 @@ def _drawn_checkpoint(choices: Choices, before: Scenario, swarm: Swarm) -> Reloa
 
 
 def _late(steps: int) -> list[int]:
-    """Return the steps after which to save a checkpoint, with repetition for late ones."""
-    # Late, because a param that was frozen at first must have trained before the checkpoint.
+    """Return the steps after which to save a checkpoint, where late steps are repeated."""
+    # Late, so that a param that was frozen at first trains before the checkpoint.
     return [step for step in range(1, steps) for _ in range(step)]
 
 
@@ -317,15 +317,15 @@ def _other_order(system: SystemSpec) -> Literal["registration", "reverse"]:
 
 
 def with_drawn_options(choices: Choices, scenario: Scenario, *, target: Target) -> Scenario:
-    """Return the case with options of the target's own; a third of the cases have none.
+    """Return the case with some of the target's own options. A third of the cases have none.
 
     Args:
         choices: Source of choices.
-        scenario: The case without such options.
-        target: The target with the options.
+        scenario: The case without these options.
+        target: Target with the options.
 
     Raises:
-        ProtocolError: An option draws values of another type than its default.
+        ProtocolError: An option's values and its default differ in type.
     """
     options = options_of(target)
     if not options or not choices.among((False, True, True)):
@@ -334,7 +334,7 @@ def with_drawn_options(choices: Choices, scenario: Scenario, *, target: Target) 
     for name, option in options.items():
         if option.fits is not None and option.fits(scenario):
             continue
-        # The default first, so that cases shrink to it. All values are equally likely.
+        # 0 means the default, so that cases shrink to it. All values are equally likely.
         count = len(option.values) if isinstance(option.values, Sequence) else 1
         is_other = choices.integer(0, count) > 0
         value = _value(choices, name, option, target) if is_other else option.default

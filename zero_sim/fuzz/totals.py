@@ -1,4 +1,4 @@
-"""Totals of a campaign, for reports and progress lines."""
+"""Totals of a campaign for reports and progress lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zero_sim.fuzz.coverage import Coverage
 from zero_sim.fuzz.known import Rechecked
 from zero_sim.fuzz.records import BatchReport, Counts, Found
 
-# Fields of a finding that are reported next to its key.
+# Fields of a finding to report beside its key.
 _SHOWN = ("message", "bundle", "seed", "case", "size", "scenario")
 
 
@@ -22,19 +22,19 @@ class CampaignTotals:
     counts: Counts = field(default_factory=Counts)
     batches: int = 0
     earlier_cases: int = 0
-    """Number of cases of earlier runs."""
+    """Number of cases judged in earlier runs."""
     found: list[Found] = field(default_factory=list)
-    """Distinct findings, in the order in which they were found."""
+    """Distinct findings in order of discovery."""
     coverage: Coverage = field(default_factory=Coverage)
     lost: list[BatchReport] = field(default_factory=list)
-    """Batches whose worker died."""
+    """Reports of batches whose worker died."""
     rechecked: list[Rechecked] = field(default_factory=list)
-    """Findings of earlier runs, judged again."""
+    """Earlier findings, judged again."""
     interrupted: bool = False
     unkept: ZeroSimError | None = None
-    """Error that prevented saving results, which ended the campaign; None if there was none."""
+    """Error that prevented saving results and ended the campaign; None if there was no error."""
     futile: str = ""
-    """Reason why further cases are useless, which ended the campaign; empty if they are not."""
+    """Reason why further cases are useless, which ended the campaign; empty otherwise."""
 
     @property
     def is_empty(self) -> bool:
@@ -42,14 +42,14 @@ class CampaignTotals:
         return self.counts.cases == self.earlier_cases and not self.lost
 
     def take(self, report: BatchReport) -> None:
-        """Add the results of a batch."""
+        """Add a batch's results."""
         self.note(report.found)
         if report.lost:
             self.lost.append(report)
         self.batches += 1
         self.counts.add(report.counts)
         self.coverage.take(report.cases_with, cases=report.counts.cases)
-        # Not futile if another batch has a verdict other than an error.
+        # The campaign is not futile if any batch has a verdict other than an error.
         is_futile = set(self.counts.verdicts) <= {"error"}
         self.futile = (report.futile or self.futile) if is_futile else ""
 
@@ -61,22 +61,22 @@ class CampaignTotals:
         self.note(kept.found.values())
 
     def cases_with(self, found: Found) -> int:
-        """Return the number of cases with a finding; similar findings may share some."""
+        """Return the number of cases with a finding. Similar findings may share cases."""
         return sum(count for key, count in self.counts.keys.items() if found.is_met_by(key))
 
     def note(self, found: Iterable[Found]) -> None:
-        """Add findings. Two with the same smallest case are one.
+        """Add findings; merge findings with the same smallest case.
 
-        A shrunk finding replaces those of its kind that are not shrunk.
+        A shrunk finding replaces unshrunk findings of its kind.
         """
         for one in found:
-            # Of one kind: keys equal without their places.
+            # Findings of the same kind: their keys are equal without the place.
             alike = [known for known in self.found if known.key[:-1] == one.key[:-1]]
-            # An unshrunk finding adds nothing to one of its kind.
+            # An unshrunk finding adds nothing if there is a finding of its kind.
             if one.as_met and alike:
                 continue
             self.found = [known for known in self.found if not (known.as_met and known in alike)]
-            # Two cases that shrank to the same one: one finding with the places of both.
+            # If two cases shrank to the same case, they are one finding with the places of both.
             places = [i for i, known in enumerate(self.found) if known.is_of == one.is_of]
             if places:
                 self.found[places[0]] = self.found[places[0]].joined(one)
@@ -84,7 +84,7 @@ class CampaignTotals:
                 self.found.append(one)
 
     def progress(self, *, seconds: float) -> str:
-        """Return one line: speed, findings, coverage.
+        """Return a progress line: speed, findings, coverage.
 
         Args:
             seconds: Time since the start of this run.
@@ -99,7 +99,7 @@ class CampaignTotals:
         )
 
     def as_dict(self) -> dict[str, object]:
-        """Return all totals, ready for JSON."""
+        """Return all totals for JSON."""
         counts = self.counts
         return {
             "cases": counts.cases,
