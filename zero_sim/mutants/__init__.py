@@ -1,4 +1,4 @@
-"""Seeded faults of our own system, and the score of the harness that must find them."""
+"""Seeded faults in our own system, and the harness's score at finding them."""
 
 from zero_sim.mutants.catalogue import IMPOSSIBLE, MUTANTS, find_mutants
 from zero_sim.mutants.records import Mutant, Trial

@@ -1,4 +1,4 @@
-"""Faults of buckets, divisors and accumulation."""
+"""Faults in buckets, divisors and accumulation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zero_sim.zero.unit import Unit
 @mutant("M13", "BUCKET", "DR B2", seen_in="DeepSpeed#4321", core=True)
 def exact_fit_dropped(patch: Patches) -> None:
     """A param that exactly fills its bucket's remaining room is not reduced."""
-    # Only an exact fit: the param ends where the configured bucket size does.
+    # An exact fit: the param ends at the configured bucket size.
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
         if memory.in_unit.stop == self.config.layout.bucket_elems:
             param.grad = torch.zeros_like(grad)
@@ -27,7 +27,7 @@ def exact_fit_dropped(patch: Patches) -> None:
 @mutant("M15", "BUCKET", "DR B2", seen_in="fairscale#435", core=True)
 def last_bucket_not_flushed(patch: Patches) -> None:
     """The last, partly filled bucket is not reduced at the end of backward."""
-    # A full last bucket is issued as before: the bug is in the flush of a partial one.
+    # A full last bucket is still issued: the bug is in the flush of partial buckets.
     patch[Buffer.reduce_grads, "unit.fill()"] = """
         has_room = unit.plan.payload.numel < (self.plan.policy.bucket_elems or 0)
         if has_room and unit is self.units[-1] and len(self.units) > 1:
@@ -37,8 +37,8 @@ def last_bucket_not_flushed(patch: Patches) -> None:
 
 @mutant("M17", "BUCKET", "B2", seen_in="DeepSpeed#5268", kill="volume")
 def stale_tail_reduced(patch: Patches) -> None:
-    """A bucket that is not full is reduced at its allocated length, including the tail."""
-    # Only unsharded state (stage 0) sends a tail: a shard has the planned length.
+    """A partly filled bucket is reduced at its allocated length, including the tail."""
+    # Only stage 0 can send a tail, because shards have the planned length.
     patch[Buffer.reduce_grads, "unit.reduce()"] = """
         tail = (self.plan.policy.bucket_elems or 0) - unit.grads.numel()
         if self.sharding.state or tail <= 0:
@@ -53,15 +53,15 @@ def stale_tail_reduced(patch: Patches) -> None:
 
 @mutant("B01", "BUCKET", "B2", seen_in="Megatron-LM#5077", core=True)
 def last_bucket_not_gathered(patch: Patches) -> None:
-    """The last of several buckets is not gathered."""
+    """If there are several buckets, the last is not gathered."""
     # `or self.units`, because a single bucket must still be gathered.
     patch[Buffer.allgather_params, "in self.units"] = "in self.units[:-1] or self.units"
 
 
 @mutant("B02", "BUCKET", "B2 S2", seen_in="PyTorch#43307", kill="contract")
 def readiness_not_reset(patch: Patches) -> None:
-    """A bucket's missing gradients are set once, so nothing waits from the second step on."""
-    # Without new sets, every bucket counts as complete at once.
+    """Missing gradients are set up once, so from the second step on no bucket waits for them."""
+    # Without new sets, every bucket is complete at once.
     patch[UnderBackward.begin, "self._missing = {unit: set()"] = """
         if self._missing:
             self.running = True
@@ -72,8 +72,8 @@ def readiness_not_reset(patch: Patches) -> None:
 
 @mutant("B03", "BUCKET", "DR B2", seen_in="DeepSpeed#4321")
 def oversize_param_cut(patch: Patches) -> None:
-    """If a param is larger than a bucket, only one bucket's worth of it is reduced."""
-    # The rest of the gradient is zeroed, as if its bucket were never sent.
+    """If a param is larger than a bucket, only its first bucket's worth is reduced."""
+    # Zero the rest of the gradient, as if it were never sent.
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
         if self.config.layout.bucket_elems is not None:
             param.grad = grad.clone()
@@ -89,7 +89,7 @@ def closed_one_element_late(patch: Patches) -> None:
 
 def accept_late_gradients(patch: Patches) -> None:
     """Disable the checks that refuse a gradient for a unit in reduction."""
-    # They would raise before a wrong value appears; this fault must be found by its values.
+    # They would raise before a wrong value appears, but values must show this fault.
     patch[UnderBackward.check_open, "self.running and"] = "False and"
     patch[Unit.fill, "is GradState.FILLING"] = "in (GradState.FILLING, GradState.REDUCING)"
 
@@ -97,7 +97,7 @@ def accept_late_gradients(patch: Patches) -> None:
 @mutant("B05", "BUCKET", "B2", seen_in="Megatron-LM#3693")
 def neighbours_bucket(patch: Patches) -> None:
     """A bucket counts as ready when its neighbour's gradients have arrived."""
-    # The following bucket counts as ready; the last one's neighbour is the first.
+    # The following bucket counts as ready; after the last comes the first.
     patch[UnderBackward.mark_ready, "self._missing[unit].discard(param)"] = """
         ...
         if not self._missing[unit]:
@@ -108,8 +108,8 @@ def neighbours_bucket(patch: Patches) -> None:
 
 @mutant("M29", "SCALE", "K", seen_in="PyTorch#155903", core=True)
 def divided_by_the_shard_group(patch: Patches) -> None:
-    """The mean divides by the size of the shard group, not by all data-parallel ranks."""
-    # A mean by tokens does not divide by ranks, so it stays right.
+    """The mean divides by the shard group's size, not by the number of data-parallel ranks."""
+    # A mean over tokens does not divide by ranks, so it stays right.
     patch[StepCount.fix, "self._take(last=last)"] = """
         ... // (1 if self._config.divide_by == "tokens" else self._config.redundancy)"""
 
@@ -117,7 +117,7 @@ def divided_by_the_shard_group(patch: Patches) -> None:
 @mutant("M31", "SCALE", "K", seen_in="PyTorch#167178", core=True)
 def factor_skipped_for_one_rank(patch: Patches) -> None:
     """Nothing is divided if each shard group has a single rank."""
-    # Then replicas make up the whole world: the redundancy equals its size.
+    # Then the redundancy equals the world size.
     patch[StepCount.fix, "self._take(last=last)"] = """
         (1 if 1 < self._world_size == self._config.redundancy else ...)"""
 
@@ -132,7 +132,7 @@ def divided_twice_by_micro_batches(patch: Patches) -> None:
 @mutant("M35", "SCALE", "DR", seen_in="torchtune#2172")
 def mean_of_means(patch: Patches) -> None:
     """Each rank averages over its own token count, although counts differ between ranks."""
-    # The sum of all rows becomes own rows times ranks; `max`, because a rank may have no rows.
+    # Own rows times ranks replace the sum of all rows. `max`, because a rank may have no rows.
     patch[StepCount._take, "self._sum_over_ranks(self._rows)"] = """
         max(1, self._rows * self._world_size)"""
 
@@ -145,8 +145,8 @@ def divided_before_and_after(patch: Patches) -> None:
 
 @mutant("S02", "SCALE", "MX NP", seen_in="NCCL#PreMulSum")
 def reciprocal_not_rounded(patch: Patches) -> None:
-    """The factor of a pre-multiplied sum is not rounded to the dtype of the gradients."""
-    # NCCL's PreMulSum takes its factor in the dtype of the buffer.
+    """The factor of a pre-multiplied sum is not rounded to the gradient dtype."""
+    # NCCL's PreMulSum takes its factor in the buffer's dtype.
     patch[
         division.multiply_by_reciprocal_, "values.mul_(divisor.reciprocal().to(values.dtype))"
     ] = """
@@ -162,13 +162,13 @@ def reciprocal_for_a_quotient(patch: Patches) -> None:
 
 @mutant("S04", "SCALE", "GA", seen_in="class SCALE")
 def rows_of_the_last_micro_batch(patch: Patches) -> None:
-    """Only the rows of the last micro-batch are counted."""
+    """Only rows of the last micro-batch are counted."""
     patch[StepCount.add_rows, "self._rows += rows"] = "self._rows = rows"
 
 
 @mutant("S12", "SCALE", "GA", seen_in="class SCALE")
 def rows_of_the_first_step(patch: Patches) -> None:
-    """All steps are divided by the number of rows of the first step."""
+    """All steps are divided by the first step's number of rows."""
     patch[StepCount._take, "return self._sum_over_ranks(self._rows)"] = """
         if not hasattr(self, "_first"):
             self._first = self._sum_over_ranks(self._rows)
@@ -178,14 +178,14 @@ def rows_of_the_first_step(patch: Patches) -> None:
 @mutant("S05", "SCALE", "", seen_in="DeepSpeed#7967")
 def unscaled_twice(patch: Patches) -> None:
     """Gradients are divided by the loss scale twice."""
-    # Four dots: the fragment, with a second call behind it.
+    # Four dots: the fragment `...`, then `.div_(scale)` again.
     patch[DistributedOptimizer._upcast_grad, "grad.div_(scale)"] = "....div_(scale)"
 
 
 @mutant("S06", "SCALE", "ME", seen_in="Megatron-LM#5916")
 def experts_divided_by_their_holders(patch: Patches) -> None:
-    """Gradients of experts are averaged over the ranks with these experts, not over all ranks."""
-    # Exact for two expert-parallel ranks; for more it is still a wrong divisor.
+    """Expert gradients are averaged over the ranks with these experts, not over all ranks."""
+    # Exactly this for two expert-parallel ranks. For more, the divisor is still wrong.
     patch[Unit.scale_grads, "scale_before_sum_("] = """
         if self.plan.params[0].spec.kind == "expert":
             self.grads.mul_(2)
@@ -194,7 +194,7 @@ def experts_divided_by_their_holders(patch: Patches) -> None:
 
 @mutant("M37", "ACCUM", "GA", seen_in="DeepSpeed#7967", core=True)
 def only_the_first_micro_batch(patch: Patches) -> None:
-    """Only the first micro-batch counts; later ones are dropped."""
+    """Only the first micro-batch counts; later micro-batches are dropped."""
     # The gradient is zeroed and not skipped, so its arrival still counts.
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
         if self.micro_batches:
@@ -233,8 +233,8 @@ def counter_starts_one_early(patch: Patches) -> None:
 
 @mutant("M43", "ACCUM", "GA K DR", seen_in="PyTorch#125484", core=True)
 def only_the_last_partial_sum(patch: Patches) -> None:
-    """Only the last micro-batch's sum enters the second sum, over the replicas."""
-    # Earlier micro-batches get groups without a replica group, so they skip that sum.
+    """Only the last micro-batch's sum enters the sum over replicas."""
+    # Earlier micro-batches get groups without a replica group, so they skip this sum.
     patch[DistributedDataParallel.end_micro_batch, "self._sum_over_ranks()"] = """
         units = [unit for buffer in self.buffers for unit in buffer.units if unit.group is not None]
         groups = [unit.groups for unit in units]
@@ -247,13 +247,13 @@ def only_the_last_partial_sum(patch: Patches) -> None:
 
 @mutant("A01", "ACCUM", "GA", seen_in="DeepSpeed#7981", core=True)
 def sums_copied(patch: Patches) -> None:
-    """The sum of a micro-batch replaces those before it instead of being added."""
+    """A micro-batch's sum replaces the earlier sums instead of being added."""
     patch[Unit.accumulate_sum, "if is_first:"] = "if True:"
 
 
 @mutant("A02", "ACCUM", "GA", seen_in="Megatron-LM!4038")
 def gradients_copied(patch: Patches) -> None:
-    """A micro-batch's gradient replaces those before it instead of being added."""
+    """A micro-batch's gradient replaces the earlier gradients instead of being added."""
     patch[Unit.add_grad, "main_grad.add_(grad)"] = "main_grad.copy_(grad)"
 
 
@@ -271,8 +271,8 @@ def micro_batches_leak_into_the_next(patch: Patches) -> None:
 
 @mutant("A06", "ACCUM", "GA", seen_in="DeepSpeed#7967")
 def later_micro_batches_of_split_params(patch: Patches) -> None:
-    """Later micro-batches reach only the rank's own fragment of a split param."""
-    # `memory.fragment` is the rank's part of the param; the rest of the gradient is zeroed.
+    """Later micro-batches only reach the rank's own fragment of a split param."""
+    # `memory.fragment` is the rank's part of the param. Zero the rest of the gradient.
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
         if self.micro_batches and memory.fragment is not None:
             own = slice(memory.fragment.in_param.start, memory.fragment.in_param.stop)
@@ -285,7 +285,7 @@ def later_micro_batches_of_split_params(patch: Patches) -> None:
 @mutant("A07", "ACCUM", "S2", seen_in="class ACCUM", core=True)
 def gradients_of_the_last_step(patch: Patches) -> None:
     """Gradients that stay in memory are not zeroed between steps."""
-    # Sharded gradients are freed, not zeroed, so only the other stages can keep old ones.
+    # Sharded gradients are freed, not zeroed, so only other stages can keep old gradients.
     patch[Buffer.zero_grads, "for unit in self.units:"] = """
         if not self.sharding.grads:
             return
@@ -295,7 +295,7 @@ def gradients_of_the_last_step(patch: Patches) -> None:
 @mutant("S07", "SCALE", "", seen_in="class SCALE", core=True)
 def mean_over_the_shards(patch: Patches) -> None:
     """A sum over the shard group is replaced by a mean."""
-    # AVG divides by the size of the shard group, besides the division by ranks.
+    # AVG divides by the shard group's size, in addition to the division by ranks.
     patch[collectives.reduce_scatter_sum, "ReduceOp.SUM"] = "ReduceOp.AVG"
 
 

@@ -1,12 +1,12 @@
-"""Campaigns: drawn cases against a broken system, until one of them finds the fault.
+"""Campaigns: drawn cases against a broken system, until a case finds the fault.
 
 [Note: order of the cases of a hunt]
-The slowest mutants need rare features. Drawing a case takes a hundredth of the time of judging it,
-so cases without the features of the mutant's smallest recorded case are judged last, after all
-cases of the budget are drawn. The result is as strong as if all were judged in order: the reported
-number of cases is the position in the drawn series, and a survivor has survived every case.
-Of 352 mutants hunted both ways, 304 are found by the same case and 48 by a later one. All 377 take
-9,056 drawn cases, 1,265 of them judged, in a quarter of the time.
+The slowest mutants need rare features. Drawing a case takes 1 % of the time of judging it. So if a
+case lacks features of the mutant's smallest recorded case, it is judged last, after the whole
+budget is drawn. The result is as strong as in the drawn order: the reported number of cases is the
+position in the drawn series, and a survivor has survived every case. Of 352 mutants hunted both
+ways, the same case finds 304, and a later case finds 48. All 377 mutants take 9,056 drawn cases, of
+which 1,265 are judged, in a quarter of the time.
 """
 
 from __future__ import annotations
@@ -36,59 +36,60 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.shrink import Limits, Reduced, shrink, size_of
 
 CASES_MAX = 2000
-"""Number of cases that a mutant must survive to count as a survivor."""
+"""Number of cases after which an unfound mutant counts as a survivor."""
 SHRINK_CASES_MAX = 2000
-"""Cases after which shrinking ends; a count, so that the result does not depend on speed."""
+"""Maximum cases for shrinking. A count, so that the result does not depend on speed."""
 _MORE_CASES_MIN = 100
 _MORE_TIMES = 5
-"""Further cases drawn for a better start of shrinking: at least this number, and this factor of the
-cases drawn before."""
+"""Further cases to draw for a better start of shrinking: the larger of this number and this factor
+times the cases drawn before.
+"""
 REFUSED = "refused"
-"""Pseudo check: the broken system refuses a valid case before it begins."""
+"""Pseudo check: the broken system refuses a valid case."""
 DRAWING = "drawing"
-"""Pseudo check: no case can be drawn, because the generator also plans layouts."""
+"""Pseudo check: the generator fails, because it also plans layouts."""
 
 
 class HarnessFailed(Exception):
-    """Error of the judge itself on a case, which proves nothing about the mutant."""
+    """The judge itself failed on a case, which proves nothing about the mutant."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """Budget of a hunt."""
+    """Limits of a hunt."""
 
     cases_max: int = CASES_MAX
     seed: int = 0
     shrinks: bool = False
     """True to shrink the case that finds a mutant."""
     every_case: bool = False
-    """True to judge cases in the order in which they are drawn, whatever their features."""
+    """True to judge cases in the drawn order, regardless of their features."""
 
 
 @dataclass(slots=True)
 class _Hunt:
-    """State of a running hunt."""
+    """Running hunt."""
 
     pool: WorldPool
     drawn: Iterator[Scenario]
     needs: Needs = NOTHING
     cases: int = 0
-    """Number of cases drawn."""
+    """Number of drawn cases."""
     judged: int = 0
     seconds: float = 0.0
     check: str = ""
     found: Scenario | None = None
     place: int = 0
-    """Position of the case that found the mutant, 1-based."""
+    """Position, from 1, of the case that found the mutant."""
     lacking: deque[tuple[int, Scenario]] = field(default_factory=deque)
     """Positions and cases to judge last; see [Note: order of the cases of a hunt]."""
 
     def search(self, *, cases_max: int) -> None:
-        """Draw cases until one finds the mutant or `cases_max` cases are judged."""
+        """Draw cases until the mutant is found or `cases_max` cases are judged."""
         while self.found is None and self.cases < cases_max:
             try:
                 scenario = next(self.drawn, None)
-            # A broken layout may raise anything; the generator itself raises nothing.
+            # The generator itself raises nothing, so this is the broken layout.
             except Exception:  # noqa: BLE001
                 self.check, self.place = DRAWING, self.cases
                 return
@@ -99,14 +100,14 @@ class _Hunt:
                 self._try(scenario, place=self.cases)
             else:
                 self.lacking.append((self.cases, scenario))
-        # All cases are drawn: judge the unlikely ones too, in the order in which they were drawn.
+        # All cases are drawn, so judge the unlikely cases too, in the drawn order.
         while self.found is None and self.lacking:
             place, scenario = self.lacking.popleft()
             self._try(scenario, place=place)
 
     def _try(self, scenario: Scenario, *, place: int) -> None:
-        """Run a case, and keep it if it finds the mutant."""
-        # Processor time, so that scores do not depend on the load of the machine.
+        """Run a case; record it if it finds the mutant."""
+        # CPU time, so that scores do not depend on the machine's load.
         started = time.process_time()
         check = found_by(self.run(scenario))
         self.judged += 1
@@ -115,21 +116,22 @@ class _Hunt:
             self.check, self.found, self.place = check, scenario, place
 
     def run(self, scenario: Scenario) -> CaseResult:
-        """Run a case against the system as it is now, broken or not."""
+        """Run a case against the current system, broken or not."""
         return run_case(scenario, pool=self.pool)
 
 
 def found_by(result: CaseResult) -> str:
-    """Return the check that failed in a case; empty if none did.
+    """Return the check that failed in a case; empty if no check failed.
 
     Raises:
-        HarnessFailed: If the case was not judged.
+        HarnessFailed: The case was not judged.
     """
     if result.verdict == "fail":
         return result.findings[0].check
     if result.verdict == "error":
         if result.findings:
-            # An error with findings is the judge's own; one without is a refusal of the system.
+            # An error with findings is the judge's own. Without findings, the system refused the
+            # case.
             raise HarnessFailed(f"{result.error}\n{result.findings[0].detail}")
         return REFUSED
     return ""
@@ -142,17 +144,17 @@ def hunt(
     budget: Budget | None = None,
     cases: Drawable[Scenario] | None = None,
 ) -> Trial:
-    """Run cases against one mutant until it is found or the budget is spent.
+    """Run cases against a mutant until it is found or the budget is spent.
 
     Args:
-        mutant: Fault to apply; it is removed on return.
+        mutant: Fault to apply. It is removed on return.
         pool: Worlds to run on.
         budget: Limits of the hunt.
         cases: Source of cases; None for the generator of `zero-sim fuzz`.
     """
     budget = budget or Budget()
     drawn_from = drawn_cases() if cases is None else cases
-    # A separate series for each mutant, or all mutants would depend on the luck of one.
+    # A series per mutant, because a single series would make all results depend on its luck.
     drawn = draws(drawn_from, seed=f"{budget.seed}/{mutant.id}")
     known = smallest_cases().get(mutant.id)
     needs = NOTHING if known is None or budget.every_case else Needs.of(known)
@@ -187,13 +189,13 @@ def hunt(
 
 
 def _shrunk(trial: _Hunt, mutant: Mutant) -> Reduced:
-    """Return the smallest case that finds a mutant and passes on the unbroken system.
+    """Return the smallest case that finds the mutant and passes on the unbroken system.
 
-    If the case that was found is inconclusive on the unbroken system, draw another to start with.
+    If the first case is inconclusive on the unbroken system, draw another to start with.
     """
     assert trial.found is not None
-    # A case that does not pass unbroken may fail for another reason than the mutant, such as the
-    # accuracy of a model that is too small.
+    # A case that does not pass on the unbroken system may fail for another reason, such as the
+    # accuracy of a small model.
     first, limit = trial.found, trial.cases + max(_MORE_CASES_MIN, _MORE_TIMES * trial.cases)
     while trial.found is not None and _verdict(trial, trial.found) != "pass":
         trial.found = None
@@ -210,7 +212,7 @@ def _shrunk(trial: _Hunt, mutant: Mutant) -> Reduced:
             return False
         verdict = _verdict(trial, scenario) if is_found else ""
         if verdict == "pass":
-            # From the first passing case on, do not shrink back to inconclusive ones.
+            # From the first passing case on, do not go back to inconclusive cases.
             wanted.discard("inconclusive")
         return verdict in wanted
 
@@ -224,13 +226,13 @@ def _verdict(trial: _Hunt, scenario: Scenario) -> str:
 def run_campaign(
     ids: Sequence[str], *, budget: Budget | None = None, jobs: int = 1
 ) -> Iterator[Trial]:
-    """Hunt mutants, several at a time; yield each trial as it ends.
+    """Hunt mutants in parallel; yield each trial when it ends.
 
     Args:
         ids: Ids of the mutants.
         budget: Limits of each hunt.
-        jobs: Number of processes; 1 to use this one. If a process dies, only the mutant that it
-            was hunting gets an error.
+        jobs: Number of processes; 1 to use this process. If a process dies, only its current mutant
+            gets an error.
     """
     budget = budget or Budget()
     if jobs == 1 or len(ids) < 2:
@@ -247,8 +249,8 @@ def run_campaign(
 
 
 def _hunt_one(id: str, budget: Budget) -> Trial:
-    """Hunt one mutant in a process and pool of its own."""
-    # The processes share the cores, so one thread each.
+    """Hunt a mutant in a process and pool of its own."""
+    # The processes share the cores, so each uses a single thread.
     torch.set_num_threads(1)
     (mutant,) = find_mutants([id])
     with WorldPool() as pool:
@@ -260,7 +262,7 @@ def check_unbroken(*, pool: WorldPool, budget: Budget) -> Trial:
 
     Args:
         pool: Worlds to run on.
-        budget: Number of cases to run.
+        budget: Limits; sets the number of cases.
     """
     trial = _Hunt(pool=pool, drawn=draws(drawn_cases(), seed=f"{budget.seed}/none"))
     trial.search(cases_max=budget.cases_max)

@@ -1,4 +1,4 @@
-"""All mutants, and the listed public bugs that cannot exist here."""
+"""All mutants, and public bugs that cannot exist in our system."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ MUTANTS: tuple[Mutant, ...] = tuple(
     )
     for one in _in(module)
 )
-"""All mutants; their ids are unique."""
+"""All mutants, with unique ids."""
 
 IMPOSSIBLE = {
     "M01": "params have no padding here; the stride of padded buckets is broken instead",
@@ -76,21 +76,21 @@ IMPOSSIBLE = {
     "M107": "gradients of one program arrive in one order; ranks differ by the params they use",
     "M113": "stage 1 keeps unsharded gradients by design; their fp32 copies are kept",
 }
-"""Reason why this design rules out a listed bug, and the fault of the mutant in its place."""
+"""Reasons why our design rules out a listed bug, with the mutant's fault instead, by mutant id."""
 
 
 def find_mutants(
     ids: Sequence[str] = (), *, kind: str | None = None, core: bool = False
 ) -> tuple[Mutant, ...]:
-    """Select mutants; without arguments, return all.
+    """Select mutants; by default all.
 
     Args:
         ids: Ids to select.
-        kind: Class to select, for example `NORM`.
-        core: True to select only the core set.
+        kind: Class to select, such as `NORM`.
+        core: True to select only core mutants.
 
     Raises:
-        UsageError: If an id or class is unknown.
+        UsageError: An id or the class is unknown.
     """
     known = {mutant.id for mutant in MUTANTS}
     unknown = [wanted for wanted in ids if wanted not in known]

@@ -1,4 +1,4 @@
-"""Faults of saving and loading, including asynchronous saves."""
+"""Faults in saving and loading, including asynchronous saves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zero_sim.targets.own import ZeroSimEngine
 @mutant("M93", "CKPT", "CK PD B2", seen_in="Megatron-LM#5077", core=True)
 def padding_stripped(patch: Patches) -> None:
     """Padding is stripped on save, but offsets of later buckets still include it."""
-    # Pieces have names and spans here, no offsets; rolling by the padding misplaces them alike.
+    # Pieces have names and spans instead of offsets. Rolling by the padding misplaces them too.
     patch[snapshot._build_pieces, "yield Piece("] = """
         buckets = master.buffer.plan.buckets[: master.fragment.bucket]
         shift = sum(bucket.padding.numel for bucket in buckets)
@@ -29,8 +29,8 @@ def padding_stripped(patch: Patches) -> None:
 
 @mutant("M95", "CKPT", "CK SP", seen_in="DeepSpeed#5342")
 def files_in_string_order(patch: Patches) -> None:
-    """Pieces of a param are joined in the string order of their numbers."""
-    # Shows from eleven pieces on: "10" sorts before "2".
+    """A param's pieces are joined in string order of their numbers."""
+    # This needs eleven pieces, because "10" sorts before "2".
     patch[TensorFileReader.read, "held[part.piece]"] = """
         held[sorted(range(len(held)), key=str)[part.piece]]"""
 
@@ -38,7 +38,7 @@ def files_in_string_order(patch: Patches) -> None:
 @mutant("M97", "CKPT", "CK MX", seen_in="PyTorch/XLA#6857", core=True)
 def masters_from_low_precision(patch: Patches) -> None:
     """Masters are rebuilt from the 16-bit params at load."""
-    # As if the load had built the masters from the params.
+    # Round the masters, as if the load had built them from the params.
     patch[_commit_weights, "ddp.gather_params()"] = """
         ...
         for master in optimizer.masters:
@@ -49,7 +49,7 @@ def masters_from_low_precision(patch: Patches) -> None:
 @mutant("M99", "CKPT", "CK AS S2", seen_in="NeMo-RL#949", core=True)
 def params_lag_behind(patch: Patches) -> None:
     """Unsharded params are not gathered after masters are loaded."""
-    # They lag behind the masters until the next step.
+    # Params lag behind the masters until the next step.
     patch[_commit_weights, "ddp.gather_params()"] = "pass"
 
 
@@ -94,14 +94,14 @@ def loss_scale_not_restored(patch: Patches) -> None:
 
 @mutant("C03", "CKPT", "CK", seen_in="class CKPT")
 def good_steps_not_restored(patch: Patches) -> None:
-    """A load resets the loss scaler's count of good steps."""
+    """A load resets the loss scaler's good step count."""
     patch[_commit_optimizer, "manifest.loss_scaler.good_steps"] = "0"
 
 
 @mutant("C04", "CKPT", "CK", seen_in="DeepSpeed#4702")
 def moments_swapped(patch: Patches) -> None:
     """The first two state tensors of a param are exchanged at load."""
-    # The first two tensors with dimensions, such as the two moments of Adam.
+    # The first two tensors with dimensions, such as Adam's two moments.
     patch[_commit_optimizer, "inner.state[leaf] = state"] = """
         names = [key for key, value in state.items() if isinstance(value, Tensor) and value.dim()]
         if len(names) > 1:
@@ -123,14 +123,14 @@ def state_left_out(patch: Patches) -> None:
 
 @mutant("C06", "CKPT", "CK SP", seen_in="DeepSpeed#7601")
 def pieces_from_the_params_start(patch: Patches) -> None:
-    """At load, a rank reads its part of a param from the start of the stored piece."""
+    """At load, a rank reads its part of a param from the stored piece's start."""
     patch[pieces.PieceIndex.find, "in_piece=common.shift(-span.start)"] = """
         in_piece=Span(0, common.numel)"""
 
 
 @mutant("C07", "CKPT", "CK K", seen_in="class CKPT", kill="contract")
 def last_owner_writes(patch: Patches) -> None:
-    """Every rank with a replica of a piece writes it."""
+    """All replicas of a piece write it."""
     patch[pieces.assign_writers, "return chosen"] = """
         return [list(range(len(pieces))) for pieces in owned]"""
 
@@ -155,19 +155,19 @@ def last_element_not_loaded(patch: Patches) -> None:
 
 @mutant("C10", "CKPT", "CK", seen_in="class CKPT")
 def parts_trade_places(patch: Patches) -> None:
-    """Every part of a split model loads the checkpoint of the first part."""
+    """All parts of a split model load the first part's checkpoint."""
     patch[ZeroSimEngine.load, "self._part"] = '(self._part and "tp-0-pp-0")'
 
 
 @mutant("C11", "CKPT", "CK", seen_in="class CKPT")
 def module_buffers_not_loaded(patch: Patches) -> None:
-    """A load skips untrained tensors: frozen params and the scales of fp8 params."""
+    """A load skips untrained tensors: frozen params and fp8 scales."""
     patch[_commit_weights, "tensor.copy_(fresh)"] = "pass"
 
 
 @mutant("C20", "CKPT", "CK", seen_in="class CKPT")
 def plain_buffers_not_saved(patch: Patches) -> None:
-    """A checkpoint omits module buffers other than the scales of fp8 params."""
+    """A checkpoint omits module buffers other than fp8 scales."""
     patch[snapshot.iterate_module_tensors, "name not in skipped"] = """
         (name not in skipped and name.endswith("_scale"))"""
 
@@ -175,7 +175,7 @@ def plain_buffers_not_saved(patch: Patches) -> None:
 @mutant("C12", "CKPT", "CK", seen_in="Megatron-LM#5976")
 def momentum_at_half(patch: Patches) -> None:
     """Optimizer state is rounded to bf16 on its way to the file."""
-    # bf16 keeps 8 of the 24 significant bits of fp32.
+    # bf16 keeps 8 of fp32's 24 significant bits.
     patch[snapshot._build_pieces, "_keep(value.detach()"] = """
         _keep(value.detach().bfloat16().to(value.dtype)"""
 
@@ -183,7 +183,7 @@ def momentum_at_half(patch: Patches) -> None:
 @mutant("C13", "CKPT", "CK B2", seen_in="class CKPT")
 def restored_before_the_buckets(patch: Patches) -> None:
     """After a load, only the first buffer's params are gathered."""
-    # `_gathered` lists the buffers to gather; it is restored after the call.
+    # `_gathered` lists the buffers to gather. Restore it after the call.
     patch[_commit_weights, "ddp.gather_params()"] = """
         schedule = ddp.param_schedule
         gathered, schedule._gathered = schedule._gathered, schedule._gathered[:1]
@@ -193,7 +193,7 @@ def restored_before_the_buckets(patch: Patches) -> None:
 
 def _write_last(patch: Patches) -> None:
     """Delay an asynchronous save until it is waited for."""
-    # A real race would depend on the clock; the latest moment shows the fault in every run.
+    # A real race would depend on the clock. The latest moment shows the fault in every run.
     patch[SaveHandle._write, "self._files = _write(plan)"] = "pass"
     patch[SaveHandle.wait, "self._thread.join()"] = """
         ...
@@ -224,7 +224,7 @@ def masters_are_views(patch: Patches) -> None:
 
 @mutant("C18", "CKPT", "CK", seen_in="class CKPT")
 def half_old_half_new(patch: Patches) -> None:
-    """An asynchronous save copies half of the params and writes final values of the others."""
+    """An asynchronous save copies half of the params and writes the others' final values."""
     # Half of the masters, rounded up.
     _write_last(patch)
     patch[snapshot._build_pieces, "leaf = master.leaf"] = """
@@ -236,7 +236,7 @@ def half_old_half_new(patch: Patches) -> None:
 @mutant("C19", "CKPT", "CK IN", seen_in="class CKPT")
 def scale_of_the_end(patch: Patches) -> None:
     """An asynchronous save reads the loss scale when it is waited for."""
-    # Local imports, because an edit runs with the globals of the module that it edits.
+    # Import here, because an edit has the globals of the edited module.
     patch[save_async, "handle = SaveHandle(plan)"] = "...\nhandle.optimizer = optimizer"
     patch[SaveHandle.wait, "plan = self._plan"] = """
         ...

@@ -1,4 +1,4 @@
-"""Faults that cost time or memory and change no number."""
+"""Faults that cost time or memory, but change no number."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def all_reduced_and_sliced(patch: Patches) -> None:
 
 @mutant("M113", "VOLUME", "", seen_in="DeepSpeed#2665", kill="memory")
 def gradients_kept(patch: Patches) -> None:
-    """The fp32 copies of the gradients outlive the step."""
+    """The fp32 gradient copies outlive the step."""
     # `leaf.grad` is the fp32 copy that the optimizer step reads.
     patch[DistributedOptimizer._write_back, "master.leaf.grad = None"] = "pass"
 
@@ -66,14 +66,14 @@ def reductions_issued_one_gradient_late(patch: Patches) -> None:
 
 @mutant("V12", "VOLUME", "B2 FZ", seen_in="class VOLUME", kill="overlap")
 def frozen_params_are_waited_for(patch: Patches) -> None:
-    """A bucket waits for the gradient of a temporarily frozen param, which never arrives."""
+    """A bucket waits for a temporarily frozen param's gradient, which never arrives."""
     # `True` also waits for frozen params.
     patch[UnderBackward.begin, "param.requires_grad or not self._by_arrival"] = "True"
 
 
 @mutant("V13", "VOLUME", "B2", seen_in="class VOLUME", kill="overlap")
 def first_forward_waits_for_all(patch: Patches) -> None:
-    """The first module to run waits for all gathers, not only its own."""
+    """The first module to run waits for all gathers, not only for its own."""
     patch[UnderForward._before_forward, "in needed:"] = "in self._units:"
 
 
@@ -85,7 +85,7 @@ def copies_summed_one_by_one(patch: Patches) -> None:
 
 @mutant("V02", "VOLUME", "", seen_in="DeepSpeed#3306", kill="memory", core=True)
 def full_masters_on_every_rank(patch: Patches) -> None:
-    """Every rank keeps an unsharded fp32 copy of the params beside its master shard."""
+    """Every rank keeps an unsharded fp32 copy of the params besides its master shard."""
     # Attributes of the optimizer keep the copies alive.
     patch[DistributedOptimizer.__init__, "self._scale_of_step = 1.0"] = """
         ...
@@ -96,7 +96,7 @@ def full_masters_on_every_rank(patch: Patches) -> None:
 @mutant("V03", "VOLUME", "", seen_in="class VOLUME", kill="volume")
 def gathered_twice(patch: Patches) -> None:
     """Params are gathered twice."""
-    # The fragment runs twice.
+    # Run the fragment twice.
     patch[Buffer.allgather_params, "unit.gather()"] = "...\n..."
 
 
@@ -121,7 +121,7 @@ def a_bucket_for_each_param(patch: Patches) -> None:
 
 @mutant("V06", "VOLUME", "K", seen_in="class VOLUME", kill="volume")
 def replicas_sum_whole_buckets(patch: Patches) -> None:
-    """Replicas sum unsharded buckets, although each rank's shard is enough."""
+    """Replicas sum unsharded buckets, although each rank's shard would suffice."""
     patch[Unit._sum_replicas, "assert self.replica_group is not None"] = """
         return all_reduce_sum(self.grads, group=self.replica_group, async_op=async_op)"""
 
@@ -146,7 +146,7 @@ def history_of_gradients(patch: Patches) -> None:
 
 @mutant("V09", "VOLUME", "", seen_in="class VOLUME", kill="memory")
 def masters_of_padding(patch: Patches) -> None:
-    """Sums over micro-batches are allocated even if gradients are summed once a step."""
+    """Sums over micro-batches are allocated even if gradients are summed once per step."""
     patch[DistributedDataParallel.__init__, "self._handles = list(self._add_hooks())"] = """
         ...
         for buffer in self.buffers:

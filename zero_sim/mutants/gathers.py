@@ -1,6 +1,6 @@
 """Faults in gathering and freeing sharded params: too often, too early, or never.
 
-The constants are fragments of the system's source that several mutants edit.
+The constants are source fragments that several mutants edit.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def freed_by_the_first_user(patch: Patches) -> None:
 
 @mutant("W03", "ASYNC", "Z3 B2", seen_in="class ASYNC", kill="volume")
 def freed_while_in_use(patch: Patches) -> None:
-    """A module frees its units when it ends, although an enclosing module still uses them."""
-    # The user count is reset first, or `free_params` would refuse a unit in use.
+    """A module frees its units at its end, although an enclosing module still uses them."""
+    # Reset the user count first, because `free_params` would refuse a unit in use.
     patch[OnUse._after_forward, "if is_outermost and self._saving"] = """
         for unit in needed if not is_outermost else ():
             if unit.param_state in (ParamState.WHOLE, ParamState.IN_USE):
@@ -61,13 +61,13 @@ def forward_does_not_gather(patch: Patches) -> None:
 
 @mutant("W06", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="volume")
 def backward_does_not_gather(patch: Patches) -> None:
-    """Backward gathers only units with tensors saved by autograd."""
+    """Backward only gathers units whose tensors autograd saved."""
     patch[OnUse._unwind, _GATHER_IN_BACKWARD] = "pass"
 
 
 @mutant("W07", "ALIAS", "Z3", seen_in="class ALIAS", core=True)
 def kept_without_its_place(patch: Patches) -> None:
-    """A saved view of a unit is restored at the start of the unit."""
+    """A saved view of a unit is restored at the unit's start."""
     patch[OnUse._restore, "kept.offset"] = "0"
 
 
@@ -80,8 +80,8 @@ def kept_without_its_strides(patch: Patches) -> None:
 
 @mutant("W09", "ALIAS", "Z3 S2", seen_in="class ALIAS", core=True)
 def whole_params_kept_over_a_step(patch: Patches) -> None:
-    """Unsharded params stay after backward, so the next forward uses outdated ones."""
-    # Units are freed in two places, and both are disabled.
+    """Unsharded params stay after backward, so the next forward uses outdated params."""
+    # Disable both places that free units.
     patch[OnUse.free_all, _IS_WHOLE] = "False"
     patch[OnUse._end_gradients, _IS_WHOLE] = "False"
 
@@ -106,7 +106,7 @@ def last_unit_freed_after_forward(patch: Patches) -> None:
 
 @mutant("W13", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="volume")
 def freed_though_it_should_stay(patch: Patches) -> None:
-    """Params are freed after forward even with `reshard_after_forward` off."""
+    """Params are freed after forward even if `reshard_after_forward` is off."""
     patch[OnUse.__init__, _KEPT] = "last"
 
 
@@ -124,8 +124,8 @@ def first_unit_stays(patch: Patches) -> None:
 
 @mutant("W16", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="volume", core=True)
 def prefetched_behind(patch: Patches) -> None:
-    """Forward prefetches units that precede the one in use."""
-    # `min` instead of `max`: positions before the one in use.
+    """Forward prefetches units that precede the unit in use."""
+    # `min` instead of `max` gives earlier positions.
     patch[OnUse._after_in_forward, "first = max("] = "first = min("
     patch[OnUse._after_in_forward, _AHEAD] = "line[max(0, first - 1 - self._prefetch) : first - 1]"
 
@@ -142,7 +142,7 @@ def prefetched_and_not_waited_for(patch: Patches) -> None:
 @mutant("W19", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="volume")
 def gathered_by_every_module(patch: Patches) -> None:
     """Every module gathers its units, even if they are already unsharded."""
-    # Another gather changes no value, only the volume.
+    # Another gather only changes the volume, no value.
     patch[OnUse._gather, _ALL_ISSUED] = """
         for unit in needed:
             unit.gather()
@@ -177,7 +177,7 @@ def odd_ranks_do_not_prefetch(patch: Patches) -> None:
 
 @mutant("W23", "ORDER", "Z3 B2", seen_in="class ORDER")
 def odd_ranks_gather_in_reverse(patch: Patches) -> None:
-    """Odd ranks issue the gathers of a module's units in reverse order."""
+    """Odd ranks gather a module's units in reverse order."""
     patch[OnUse._gather, _ALL_ISSUED] = """
         needed = needed[:: -1 if dist.get_rank() % 2 else 1]
         ..."""
@@ -197,7 +197,7 @@ def frozen_units_not_gathered(patch: Patches) -> None:
 @mutant("W33", "EMPTY", "Z3 ME DR", seen_in="class EMPTY", kill="contract")
 def idle_experts_not_gathered(patch: Patches) -> None:
     """Experts that receive no tokens are not gathered on that rank."""
-    # An idle expert's input has no elements; other ranks still gather, so the calls mismatch.
+    # An idle expert's input has no elements. Other ranks still gather, so the calls mismatch.
     patch[OnUse._before_forward, "self._gather(needed,"] = """
         if not args or not isinstance(args[0], Tensor) or args[0].numel():
             ..."""
@@ -215,8 +215,8 @@ def gathered_after_the_step(patch: Patches) -> None:
 
 @mutant("W35", "VOLUME", "Z3 GA", seen_in="class VOLUME", kill="volume")
 def kept_between_micro_batches(patch: Patches) -> None:
-    """Unsharded params are kept between micro-batches; only the last one frees them."""
-    # Instance attributes shadow the methods for the one call, and are removed after it.
+    """Unsharded params are kept between micro-batches; only the last micro-batch frees them."""
+    # Instance attributes shadow the methods during this call.
     patch[DistributedDataParallel.end_micro_batch, "self.param_schedule.finish_backward()"] = """
         on_use = self.param_schedule
         if not last and self.config.sharding.params:
@@ -253,7 +253,7 @@ def freed_when_it_is_reached(patch: Patches) -> None:
 
 @mutant("W42", "VOLUME", "Z3", seen_in="class VOLUME", kill="volume")
 def backward_begins_with_nothing(patch: Patches) -> None:
-    """All units are freed when backward begins, including those kept for it."""
+    """All units are freed when backward begins, including units kept for backward."""
     patch[OnUse._before_backward, "self._in_backward = True"] = """
         if not self._in_backward:
             self.free_all()
@@ -263,7 +263,7 @@ def backward_begins_with_nothing(patch: Patches) -> None:
 @mutant("W43", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="volume")
 def use_never_ends(patch: Patches) -> None:
     """A module that has run still counts as a user, so nothing is freed after forward."""
-    # The user counts are reset at the end, or the final free would be refused.
+    # Reset the user counts at the end, because the final free would be refused.
     patch[OnUse._after_forward, "unit.leave()"] = "pass"
     for function in (OnUse.free_all, OnUse._end_gradients):
         patch[function, "unit.finish_gather()"] = """
@@ -286,15 +286,15 @@ def one_unit_too_far_ahead(patch: Patches) -> None:
 
 @mutant("W56", "VOLUME", "Z3 B2", seen_in="class VOLUME", kill="memory")
 def params_stay_through_backward(patch: Patches) -> None:
-    """Params stay unsharded until backward ends, although their gradients are freed earlier."""
+    """Params stay unsharded until backward ends, although gradients are freed earlier."""
     patch[OnUse._end_gradients, _IS_WHOLE] = "False"
 
 
 @mutant("W57", "ORDER", "Z3 B2 PG ME", seen_in="class ORDER")
 def ahead_among_all_units(patch: Patches) -> None:
-    """How far is gathered ahead counts units of experts, of which other ranks have other numbers.
+    """The prefetch distance counts expert units, whose number differs between ranks.
 
-    A bug of our own, found by a campaign.
+    A campaign found this bug in our own system.
     """
     patch[OnUse._after_in_forward, "line = self._of_group[group]"] = "line = self._units"
     patch[OnUse._before_in_backward, "if unit.group is group and"] = "if"
@@ -302,7 +302,7 @@ def ahead_among_all_units(patch: Patches) -> None:
 
 @mutant("W58", "ORDER", "Z3 B2 PG ME", seen_in="class ORDER")
 def only_the_last_unit_of_all_stays(patch: Patches) -> None:
-    """One unit in all stays after forward; on some ranks it holds experts."""
+    """A single unit stays after forward; on some ranks this unit holds experts."""
     patch[OnUse.__init__, _KEPT] = "units[-1:] if wrapped.config.reshard_after_forward else units"
 
 
@@ -326,7 +326,7 @@ def gradients_end_with_the_second_forward(patch: Patches) -> None:
 
 @mutant("W62", "ACCUM", "Z3", seen_in="class ACCUM")
 def counted_for_each_forward(patch: Patches) -> None:
-    """The gradient of a reentrant checkpoint's output counts once for each of its forwards."""
+    """The output gradient of a reentrant checkpoint counts once for each of its forwards."""
     patch[OnUse._watch_again, "on_gradients_of(output, partial(self._before_backward, use))"] = """
         ...
         on_gradients_of(output, lambda grad: grad + grad)"""

@@ -1,4 +1,4 @@
-"""Faults of the layout: padding, shards, fragments, tied and empty params."""
+"""Faults in the layout: padding, shards, fragments, tied and empty params."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def _is_tied(param: str, *, module: str) -> str:
 
 @mutant("M01", "LAYOUT", "PD NP B2", seen_in="DeepSpeed#8158", core=True)
 def unpadded_stride(patch: Patches) -> None:
-    """A bucket is allocated with its padding, but the next one starts where its params end."""
-    # The buckets then overlap: the next one starts inside the padding of this one.
+    """A bucket is allocated with padding, but the next bucket starts where its params end."""
+    # So the next bucket starts inside this bucket's padding.
     patch[planner._plan_buffer, "start = bucket.span.stop"] = "start = bucket.padding.start"
 
 
 @mutant("M03", "LAYOUT", "PD B2 NP", seen_in="Megatron-LM#561", kill="volume")
 def padding_at_the_end_only(patch: Patches) -> None:
-    """Only the end of the buffer is padded to the number of shards, not each bucket."""
-    # The last bucket keeps its padding, so the length of the buffer stays right.
+    """Only the buffer's end is padded to the number of shards, not each bucket."""
+    # The last bucket keeps its padding, so the buffer length stays right.
     patch[planner._plan_buffer, "buckets.append(bucket)"] = """
         if members[-1] is not ordered[-1]:
             from dataclasses import replace
@@ -39,7 +39,7 @@ def padding_at_the_end_only(patch: Patches) -> None:
 
 @mutant("M05", "LAYOUT", "SP", seen_in="Megatron-LM 4b843668c3", core=True)
 def piece_from_the_params_start(patch: Patches) -> None:
-    """The rank's fragment of a split param is written from the param's start, not the shard's."""
+    """A split param's fragment is written from the param's start, not the shard's start."""
     # Sharded params have no `param_data`; W24 breaks those.
     patch[Buffer.write_param_shard, "working = memory.own_working"] = """
         ...
@@ -49,8 +49,8 @@ def piece_from_the_params_start(patch: Patches) -> None:
 
 @mutant("M07", "LAYOUT", "PD", seen_in="DeepSpeed#3832", core=True)
 def padding_of_gradients(patch: Patches) -> None:
-    """The padding of the gradient buffer is not zeroed."""
-    # NaN, so that any use of the padding (norm, overflow flag) shows.
+    """The gradient buffer's padding is not zeroed."""
+    # NaN exposes any use of the padding (norm, overflow flag).
     patch[Buffer.zero_grads, "memory.zero_()"] = """
         ...
         for bucket in self.plan.buckets if memory is self.grad_data else ():
@@ -59,15 +59,15 @@ def padding_of_gradients(patch: Patches) -> None:
 
 @mutant("M09", "EMPTY", "PD FZ", seen_in="DeepSpeed#5652", kill="refusal")
 def negative_overlap(patch: Patches) -> None:
-    """The length of an overlap is not bounded below by zero."""
-    # A param before the shard then has a negative overlap instead of an empty one.
+    """An overlap's length may be negative."""
+    # A param before the shard then has a negative overlap instead of no overlap.
     patch[Span.intersect, "max(start, "] = "("
 
 
 @mutant("M11", "LAYOUT", "NC", seen_in="apex#1794")
 def flattened_in_memory_order(patch: Patches) -> None:
     """A transposed param is flattened in memory order but read in logical order."""
-    # The strides of a contiguous tensor over the memory of a transposed one.
+    # Use a contiguous tensor's strides on a transposed tensor's memory.
     patch[Buffer._adopt, "unit = units.get(placed.bucket)"] = """
         ...
         if not param.is_contiguous():
@@ -86,7 +86,7 @@ def shard_one_element_short(patch: Patches) -> None:
 
 @mutant("L02", "LAYOUT", "NP", seen_in="DeepSpeed#1422")
 def longer_shards_last(patch: Patches) -> None:
-    """With uneven shards, collectives take the last ones as longer; the layout has the first."""
+    """Collectives assume that the last of uneven shards are longer, but the first are."""
     patch[BucketPlan.shard_sizes, "self.partition.sizes"] = "...[::-1]"
 
 
@@ -112,7 +112,7 @@ def fragments_at_the_shards_start(patch: Patches) -> None:
 
 @mutant("L06", "LAYOUT", "SP", seen_in="class LAYOUT")
 def floor_of_the_overlap(patch: Patches) -> None:
-    """A split param that begins inside a shard is treated as beginning at the next shard."""
+    """A split param that begins inside a shard is treated as if it began at the next shard."""
     patch[BucketPlan.fragments, "if in_buffer.empty:"] = """
         reaches_on = in_buffer.stop < param.span.stop
         if in_buffer.empty or (in_buffer.start == param.span.start and reaches_on):"""
@@ -120,14 +120,14 @@ def floor_of_the_overlap(patch: Patches) -> None:
 
 @mutant("L07", "LAYOUT", "PD", seen_in="DeepSpeed#8210")
 def padding_of_params(patch: Patches) -> None:
-    """The padding of the param buffer is not zeroed."""
+    """The param buffer's padding is not zeroed."""
     patch[Buffer.__init__, "self._zeros(plan.span.numel, dtype=first.dtype)"] = "....fill_(1)"
 
 
 @mutant("L08", "LAYOUT", "PD", seen_in="DeepSpeed#8210")
 def padding_of_masters(patch: Patches) -> None:
-    """The padding of the master shards is not zeroed."""
-    # Infinity, so that any use of the padding shows.
+    """The master shards' padding is not zeroed."""
+    # Infinity exposes any use of the padding.
     patch[build_masters, "zeros(span.numel,"] = "full((span.numel,), torch.inf,"
 
 
@@ -141,7 +141,7 @@ def padding_of_sums(patch: Patches) -> None:
 
 @mutant("M19", "TIED", "TI DR", seen_in="DeepSpeed#7534")
 def reduced_once_a_use(patch: Patches) -> None:
-    """The bucket of a tied param is reduced once for each of its names."""
+    """A tied param's bucket is reduced once per name."""
     # A hook counts one gradient per backward, so the extra reductions come at the end.
     patch[DistributedDataParallel._sum_over_ranks, "self.grad_schedule.finish()"] = f"""
         ...
@@ -154,8 +154,8 @@ def reduced_once_a_use(patch: Patches) -> None:
 
 @mutant("M21", "TIED", "TI DR", seen_in="Megatron-LM#844")
 def tied_gradient_twice(patch: Patches) -> None:
-    """The gradient of a tied param, already summed over its uses, is added once for each name."""
-    # Autograd accumulates a tied param once, so it is doubled here.
+    """A tied param's gradient, already summed over its uses, is added once per name."""
+    # Autograd accumulates a tied param's gradient once, so double it here.
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = f"""
         if {_is_tied("param", module="self.module")}:
             param.grad = grad * 2
@@ -175,16 +175,16 @@ def untied(patch: Patches) -> None:
 
 @mutant("T02", "TIED", "TI CL", seen_in="torchtitan#2318")
 def tied_counts_twice(patch: Patches) -> None:
-    """The norm counts a tied param once for each of its names."""
-    # The fault is exact for a param with two names.
+    """The norm counts a tied param once per name."""
+    # This edit is exact for params with two names.
     tied = _is_tied("master.param", module="self.ddp.module")
     patch[DistributedOptimizer._measure_own, ".append(grad)"] = f".extend([grad] * (1 + {tied}))"
 
 
 @mutant("T03", "TIED", "TI", seen_in="DeepSpeed#3149")
 def tied_stepped_twice(patch: Patches) -> None:
-    """The update of a tied param is written back once for each name: its master moves twice."""
-    # Adding the change of the step again equals a second update.
+    """A tied param's update is written back once per name, so its master moves twice."""
+    # Adding the step's change again equals a second update.
     patch[DistributedOptimizer._step_masters, "self.inner.step()"] = f"""
         before = [master.leaf.detach().clone() for master in trained]
         ...
@@ -195,9 +195,9 @@ def tied_stepped_twice(patch: Patches) -> None:
 
 @mutant("M23", "EMPTY", "FZ", seen_in="DeepSpeed#545", core=True)
 def followers_shift(patch: Patches) -> None:
-    """Params without a gradient are omitted when a bucket is flattened, so later params shift."""
-    # `_arrived` collects the params with a gradient, in place of a mask.
-    # Reductions under backward have sent their units before this point, so they stay right.
+    """A flattened bucket omits params without a gradient, so later params shift."""
+    # `_arrived` collects the params with a gradient. Under backward, units have been sent before
+    # this point, so they stay right.
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
         self.__dict__.setdefault("_arrived", set()).add(param)
         ..."""
@@ -234,8 +234,8 @@ def frozen_params_decay(patch: Patches) -> None:
 
 @mutant("M27", "EMPTY", "GA FZ DR", seen_in="PyTorch#124193", core=True)
 def unused_in_the_last_micro_batch(patch: Patches) -> None:
-    """A param unused in the last micro-batch is not reduced, although earlier ones used it."""
-    # The local gradient is put back after the sum, as if the sum had not happened.
+    """A param that only earlier micro-batches used is not reduced."""
+    # Put the local gradient back after the sum, as if there had been no sum.
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
         self.__dict__.setdefault("_last_use", {})[param] = self.micro_batches
         ..."""
@@ -262,7 +262,7 @@ def frozen_params_move(patch: Patches) -> None:
 @mutant("E03", "EMPTY", "FZ", seen_in="PyTorch#158719", kill="contract")
 def owners_of_nothing_do_not_gather(patch: Patches) -> None:
     """A rank that owns no elements skips the gathers."""
-    # The other ranks wait for it in the gather.
+    # The other ranks wait for this rank in the gather.
     patch[DistributedOptimizer.step, "self.ddp.start_param_gather()"] = """
         if self.masters:
             ..."""
@@ -271,7 +271,7 @@ def owners_of_nothing_do_not_gather(patch: Patches) -> None:
 @mutant("E04", "EMPTY", "FZ", seen_in="DeepSpeed#2343", kill="contract")
 def owners_of_nothing_do_not_measure(patch: Patches) -> None:
     """A rank that owns no elements returns early from the norm."""
-    # The other ranks wait for it in the all-reduce of the norm.
+    # The other ranks wait for this rank in the norm's all-reduce.
     patch[DistributedOptimizer._measure, "return self._agree_on"] = """
         if not self.masters:
             return torch.zeros(()), 0, False
@@ -281,7 +281,7 @@ def owners_of_nothing_do_not_measure(patch: Patches) -> None:
 @mutant("E05", "EMPTY", "FZ", seen_in="DeepSpeed#5216")
 def last_element_of_short_params(patch: Patches) -> None:
     """The gradient of a param with fewer elements than shards is dropped."""
-    # The number of shards is the size of the group of owners.
+    # The number of shards is the size of the owners' group.
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
         if self.config.sharding.state and param.numel() < self.holders.owners_of('dense').size():
             param.grad = torch.zeros_like(grad)
@@ -298,8 +298,8 @@ def empty_params_fill_buckets(patch: Patches) -> None:
 @mutant("E07", "EMPTY", "FZ GA", seen_in="PyTorch#43259")
 def gradient_of_an_unused_param_kept(patch: Patches) -> None:
     """A param unused in a step keeps its gradient from the previous step."""
-    # `kept` is read before the reset and written after it, in two edits of one function.
-    # One is added because the kept gradient could be zero, which would hide the fault.
+    # Two edits of the same function: collect gradients before the reset, restore them after it. Add
+    # 1, because a zero gradient would hide the fault.
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
         self.__dict__.setdefault("_used", set()).add(param)
         ..."""
@@ -317,7 +317,7 @@ def gradient_of_an_unused_param_kept(patch: Patches) -> None:
 
 @mutant("E08", "EMPTY", "FZ", seen_in="class EMPTY", kill="contract")
 def buffer_named_by_its_first_param(patch: Patches) -> None:
-    """Params are refused if they share a dtype with frozen ones, which the buffer also counts."""
+    """Params are refused if frozen params have the same dtype, because the buffer counts both."""
     find = "find_trainable_params(module, dtypes=seams.cast.dtype_names)"
     patch[DistributedDataParallel.__init__, find] = """
         ... | {name: each for name, each in module.named_parameters() if not each.requires_grad}"""

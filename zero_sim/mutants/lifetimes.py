@@ -1,4 +1,4 @@
-"""Faults of lifetimes and identity: waits, stale views, groups, order of collectives."""
+"""Faults in lifetimes and identity: waits, stale views, groups, order of collectives."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def gradient_read_without_a_wait(patch: Patches) -> None:
 
 @mutant("M47", "ASYNC", "AS B2", seen_in="DeepSpeed#7805", kill="race", core=True)
 def one_staging_slot(patch: Patches) -> None:
-    """Buckets alternate between two staging buffers, but each bucket restarts with the first."""
-    # One buffer for each memory, size and dtype; `kept` outlives the call.
+    """Buckets alternate between two staging buffers, but each bucket begins with the first."""
+    # A buffer per memory, size and dtype. `kept` outlives the call.
     patch[Unit.start_reduce, "self._reducing = self._sum_shards(async_op=True)"] = """
         if self.frees_grads or self.plan.partition.owner is not None or not self.plan.is_even:
             ...
@@ -43,14 +43,14 @@ def one_staging_slot(patch: Patches) -> None:
 
 @mutant("M49", "ASYNC", "AS B2", seen_in="DeepSpeed#8080")
 def any_producer_will_do(patch: Patches) -> None:
-    """A bucket is sent when any of its gradients arrives, even if others are missing."""
+    """A bucket is sent when its first gradient arrives, even if other gradients are missing."""
     patch[UnderBackward.mark_ready, ".discard(param)"] = ".clear()"
     accept_late_gradients(patch)
 
 
 def forget_check_waited(patch: Patches) -> None:
-    """Disable the check that refuses a gradient of a param whose gather is in flight."""
-    # It would raise before a wrong value appears; this fault must be found as a race.
+    """Disable the check that refuses a param's gradient while its gather is in flight."""
+    # It would raise before a wrong value appears, but this fault must be found as a race.
     patch[UnderForward.check_read, "unit.gathering"] = "False"
 
 
@@ -73,9 +73,9 @@ def not_zeroed_while_gathering(patch: Patches) -> None:
 
 @mutant("M55", "ALIAS", "ME", seen_in="Megatron-LM#4800")
 def gathered_into_the_others_gradients(patch: Patches) -> None:
-    """Dense params are gathered into memory that still holds the gradients of experts."""
-    # Only buffers with unsharded params have a `param_data`.
-    # One element shows the overwrite without needing real shared memory.
+    """Dense params are gathered into memory that still holds expert gradients."""
+    # Only buffers with unsharded params have a `param_data`. A single element shows the overwrite
+    # without really sharing memory.
     patch[DistributedOptimizer._upcast_grad, "return grad"] = """
         dense = self.ddp.buffers[0].param_data
         if master.buffer.plan.key.kind == "expert" and dense is not None and grad.numel():
@@ -85,7 +85,7 @@ def gathered_into_the_others_gradients(patch: Patches) -> None:
 
 @mutant("M57", "ALIAS", "S2", seen_in="PyTorch#43307")
 def view_bound_to_the_result(patch: Patches) -> None:
-    """In the third step, a bucket is the result of its last reduction, not a view of gradients."""
+    """In the third step, a bucket holds the result of its last reduction, not its gradients."""
     patch[Buffer.zero_grads, "for memory in ("] = """
         self._steps_begun = self.__dict__.get("_steps_begun", 0) + 1
         for unit in self.units[:1] if self._steps_begun == 3 else ():
@@ -134,8 +134,8 @@ def forward_does_not_wait(patch: Patches) -> None:
 
 @mutant("Y04", "ASYNC", "AS GA", seen_in="fairscale#780", kill="race")
 def zeroed_while_reduced(patch: Patches) -> None:
-    """The gradients of a bucket are zeroed right after its reduction is issued."""
-    # Only outside the rank's own shard, where the result of the reduction lands.
+    """A bucket's gradients are zeroed right after its reduction is issued."""
+    # Leave the rank's own shard alone, because the reduction writes its result there.
     patch[UnderBackward._issue_next, "unit.start_reduce()"] = """
         ...
         if isinstance(unit, Unit) and unit.reducing:
@@ -145,7 +145,7 @@ def zeroed_while_reduced(patch: Patches) -> None:
 
 @mutant("Z01", "ALIAS", "", seen_in="apex#1794")
 def param_is_a_copy(patch: Patches) -> None:
-    """The last param is a copy of its position in the buffer, not a view."""
+    """The last param is a copy of its part of the buffer, not a view."""
     patch[Buffer._adopt, "return memory"] = """
         param.data = param.data.clone()
         ..."""
@@ -154,7 +154,7 @@ def param_is_a_copy(patch: Patches) -> None:
 @mutant("Z02", "ALIAS", "", seen_in="class ALIAS", core=True)
 def reduced_gradient_divided_in_place(patch: Patches) -> None:
     """The optimizer's gradient shares memory with the buffer instead of copying it."""
-    # With `copy=True` an fp32 gradient is copied too; 16-bit ones are copied by the cast.
+    # Without `copy=True`, fp32 gradients are not copied. The cast still copies 16-bit gradients.
     patch[AllAtOnce.copy, "torch.float32, copy=True"] = "torch.float32"
 
 
@@ -184,29 +184,29 @@ def main_grad_is_stale(patch: Patches) -> None:
 @mutant("M61", "GROUP", "K DR", seen_in="verl#7493", core=True)
 def replicas_not_summed(patch: Patches) -> None:
     """The sum over replicas is omitted."""
-    # Unsharded state has no other sum, so it keeps this one.
+    # Unsharded state has no other sum, so it keeps this sum.
     patch[Unit._has_replica_sum, "self.replica_group is not None"] = "self.group is None and ..."
 
 
 @mutant("M63", "GROUP", "K DR", seen_in="PyTorch#154888", core=True)
 def nothing_to_synchronise(patch: Patches) -> None:
-    """A shard group of one rank is treated as a world without anything to sum."""
+    """A shard group of one rank is treated as if there was nothing to sum."""
     patch[Unit._has_replica_sum, "self.replica_group is not None"] = """
         ... and (self.group is None or self.group.size() > 1)"""
 
 
 @mutant("M65", "GROUP", "K", seen_in="DeepSpeed#7601", core=True)
 def global_rank_for_group_rank(patch: Patches) -> None:
-    """A rank takes the shard of its global rank, limited to the number of shards."""
-    # Limited to the number of shards, or the index would be out of range.
+    """A rank takes the shard with the index of its global rank."""
+    # Limit it to the number of shards, or the index would be out of range.
     patch[buffers._find_own_shard, "return rank"] = """
         ... if group is None else min(dist.get_rank(), shard_count - 1)"""
 
 
 @mutant("M67", "GROUP", "ME DR", seen_in="Megatron-LM#6080")
 def experts_over_the_dense_group(patch: Patches) -> None:
-    """Gradients of experts are summed over all ranks."""
-    # Only unsharded state: G08 and H07 break sharded experts.
+    """Expert gradients are summed over all ranks."""
+    # Only for unsharded state: G08 and H07 break sharded experts.
     patch[build_buffers, "groups = holders.groups_of(plan.key.kind)"] = (
         "groups = holders.groups_of(plan.key.kind if config.sharding.state else 'dense')"
     )
@@ -215,7 +215,7 @@ def experts_over_the_dense_group(patch: Patches) -> None:
 @mutant("G01", "GROUP", "ME", seen_in="Megatron-LM#6920")
 def experts_dealt_in_blocks(patch: Patches) -> None:
     """Consecutive ranks are assumed to hold the same experts, instead of every ep-th rank."""
-    # Groups and own index change together, so all ranks agree on the wrong groups.
+    # Change groups and own index together, so that all ranks agree on the wrong groups.
     patch[build_expert_groups, "ranks[index::expert_parallel]"] = """
         ranks[index * world_size // expert_parallel :][: world_size // expert_parallel]"""
     patch[build_expert_groups, "rank % expert_parallel"] = """
@@ -225,7 +225,7 @@ def experts_dealt_in_blocks(patch: Patches) -> None:
 @mutant("G02", "GROUP", "ME", seen_in="Megatron-LM#3129")
 def experts_broadcast_to_all(patch: Patches) -> None:
     """At the start, experts are broadcast over all ranks, although ranks hold different ones."""
-    # An expert with one holder has a group of one rank, which the world replaces here.
+    # Replace an expert's group of one rank by the world.
     patch[collectives.broadcast_from_first, "for tensor in tensors:"] = """
         group = group if group.size() > 1 else dist.group.WORLD
         ..."""
@@ -249,7 +249,7 @@ def replica_sum_on_the_first_block_only(patch: Patches) -> None:
 @mutant("G05", "GROUP", seen_in="replicas with different initial values", core=True)
 def every_rank_begins_with_its_own(patch: Patches) -> None:
     """At the start nothing is broadcast, so every rank trains from its own initial values."""
-    # With equal seeds ranks begin alike; cases with `distinct_start` show it.
+    # With equal seeds, ranks begin alike, so only cases with `distinct_start` show this.
     patch[DistributedDataParallel.__init__, "if broadcast_params:"] = "if False:"
 
 
@@ -262,7 +262,7 @@ def only_trained_params_are_broadcast(patch: Patches) -> None:
 @mutant("M107", "ORDER", "B2 DR", seen_in="DeepSpeed#2343", kill="contract")
 def reduced_as_they_arrive(patch: Patches) -> None:
     """Buckets are reduced in the order in which they become ready, which differs by rank."""
-    # Ready buckets move ahead of the others that are not issued; the sort is stable.
+    # A stable sort moves ready buckets ahead of the others that are not issued.
     patch[UnderBackward._issue_ready, "while self._issued_count"] = """
         rest = sorted(self._units[self._issued_count :], key=lambda unit: bool(self._missing[unit]))
         self._units = (*self._units[: self._issued_count], *rest)
@@ -272,7 +272,7 @@ def reduced_as_they_arrive(patch: Patches) -> None:
 @mutant("M109", "ORDER", "FZ DR", seen_in="PyTorch#158719", kill="contract")
 def unused_bucket_skipped(patch: Patches) -> None:
     """A rank skips a bucket's reduction if no gradient of the bucket arrived."""
-    # Put back after the loop, because the next step uses all units again.
+    # Put the units back after the loop, because the next step uses all of them.
     patch[UnderBackward.finish, "while self._issued_count"] = """
         units, arrived = self._units, set(self._issued)
         for param, unit in self._unit_of.items():
@@ -294,7 +294,7 @@ def odd_ranks_in_reverse(patch: Patches) -> None:
 
 @mutant("O02", "ORDER", "DR", seen_in="DeepSpeed#2343", kill="contract")
 def rank_dependent_branch(patch: Patches) -> None:
-    """A rank skips a bucket's reduction if its gradient is zero in all elements."""
+    """A rank skips a bucket's reduction if the gradient is all zero."""
     patch[Unit.reduce, 'self._step_grads("reduce")'] = """
         if not self.grads.any():
             return
@@ -303,7 +303,7 @@ def rank_dependent_branch(patch: Patches) -> None:
 
 @mutant("O03", "ORDER", "K", seen_in="class ORDER", kill="contract")
 def replicas_before_shards(patch: Patches) -> None:
-    """On odd ranks the two sums of a bucket are exchanged."""
+    """On odd ranks, a bucket's two sums are exchanged."""
     both = "self._sum_shards(async_op=False)\nself._sum_replicas(async_op=False)"
     patch[Unit.reduce, both] = """
         sums = [self._sum_shards, self._sum_replicas]
@@ -313,8 +313,8 @@ def replicas_before_shards(patch: Patches) -> None:
 
 @mutant("O04", "ORDER", "IN", seen_in="PyTorch#115710", kill="contract")
 def skipped_on_the_rank_that_saw_it(patch: Patches) -> None:
-    """A rank that sees a local overflow returns without notifying the others."""
-    # The others block in the all-reduce of the norm.
+    """A rank with a local overflow returns without notifying the other ranks."""
+    # The other ranks block in the norm's all-reduce.
     patch[DistributedOptimizer._measure, "return self._agree_on"] = """
         if self.loss_scaler is not None and not all(grad.isfinite().all() for grad in grads):
             return torch.full((), torch.nan), 0, True

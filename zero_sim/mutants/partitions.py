@@ -1,4 +1,4 @@
-"""Faults of partitions by rows and by owners, of all-reduced units, and of late gathers."""
+"""Faults in partitions by rows and by owners, all-reduced units, and late gathers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_sim.zero.variants.root_reduce import AllReducedUnit, SummedAtFirstUnit
 @mutant("Q01", "LAYOUT", "NP", seen_in="class LAYOUT", kill="memory")
 def rows_are_cut(patch: Patches) -> None:
     """A param sharded by rows is padded only to even shards, so a row is cut in two."""
-    # A row has as many elements as the dimensions after the first.
+    # A row has the elements of all dimensions after the first.
     patch[planner._row_elems, "math.prod(shape[1:])"] = "1"
 
 
@@ -33,20 +33,20 @@ def owner_by_place_in_the_model(patch: Patches) -> None:
 
 @mutant("Q04", "GROUP", "NP", seen_in="class GROUP", core=True)
 def broadcast_from_a_neighbour(patch: Patches) -> None:
-    """Params are broadcast from the rank after their owner, which has outdated ones."""
+    """Params are broadcast from the rank after their owner, whose params are outdated."""
     patch[Unit.collect, "owner=_index_of(sizes)"] = "owner=(_index_of(sizes) + 1) % len(sizes)"
 
 
 @mutant("Q05", "GROUP", "NP", seen_in="class GROUP", core=True)
 def reduced_to_a_neighbour(patch: Patches) -> None:
-    """The sum of a unit arrives at the rank after its owner."""
+    """A unit's sum arrives at the rank after its owner."""
     patch[Unit._scatter, "owner=_index_of(sizes)"] = "owner=(_index_of(sizes) + 1) % len(sizes)"
 
 
 @mutant("Q06", "LAYOUT", "NP", seen_in="class LAYOUT", kill="memory")
 def owner_lacks_the_last(patch: Patches) -> None:
-    """The last element of a unit with one owner is assigned to the next rank."""
-    # The shard of the rank after the owner starts one element early.
+    """If a unit has one owner, its last element is assigned to the next rank."""
+    # The next rank's shard starts one element early.
     patch[Partition.start, "return self.numel"] = (
         "... - (shard == self.owner + 1 < self.shard_count)"
     )
@@ -74,7 +74,7 @@ def summed_to_all_ranks_twice(patch: Patches) -> None:
 
 @mutant("Q15", "GROUP", "", seen_in="class GROUP", kill="refusal")
 def lone_owners_are_taken_for_none(patch: Patches) -> None:
-    """All-reduced units are refused for a shard group of one rank, as if unsharded."""
+    """In a shard group of one rank, all-reduced units are refused, as if unsharded."""
     patch[AllReducedUnit.__post_init__, "self.group is None"] = "... or self.group.size() == 1"
 
 
@@ -86,5 +86,5 @@ def chunks_are_taken_for_sums(patch: Patches) -> None:
 
 @mutant("Q14", "ASYNC", "Z3", seen_in="class ASYNC", kill="memory")
 def stays_whole_after_the_step(patch: Patches) -> None:
-    """Params gathered once more after the step are not freed."""
+    """Params that are gathered once more after the step are not freed."""
     patch[GatheredAfterStep.gather, "unit.free_params()"] = "pass"

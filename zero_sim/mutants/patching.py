@@ -1,10 +1,10 @@
-"""Edits of the system's functions at run time.
+"""Run-time edits of the system's functions.
 
 [Note: a mutant is an edit]
-An edit replaces a fragment of a function's source. The result is compiled, and the function's code
-object is exchanged, so every importer, hook and partial runs the edited code. Restoring is one
-assignment. If the fragment does not occur exactly once, the table of mutants fails to load, so a
-refactoring cannot disarm a mutant unnoticed. If an edited line uses a removed name, its error is
+An edit replaces a fragment of a function's source. The result is compiled, and the function gets
+the new code object, so every importer, hook and partial runs the edited code. Restoring is an
+assignment. If the fragment does not occur exactly once, the mutant's module fails to import, so a
+refactoring cannot disarm a mutant unnoticed. If an edited line uses a removed name, the error is
 recorded and never counts as a kill.
 """
 
@@ -22,8 +22,9 @@ from typing import Any
 from zero_sim.errors import MutantError
 
 _NAME = "__mutant__"
-"""Global name of the patches in edited code. Python does not mangle it inside a class, because it
-ends with two underscores."""
+"""Global name of the patches in edited code. It ends with two underscores, so Python does not
+mangle it inside a class.
+"""
 _WATCHED = f"""
 {_NAME}.armed += 1
 try:
@@ -32,20 +33,20 @@ except (AttributeError, NameError, TypeError) as __error__:
     {_NAME}.note(__error__)
     raise
 """
-"""Frame of an edited function; the function's body replaces `pass`."""
+"""Frame of an edited function. The function's body replaces `pass`."""
 
 
 @dataclass(slots=True)
 class _EditedFunction:
     function: FunctionType
     first_line: int
-    """Line number in its file, 1-based, at the first decorator."""
+    """Line number of the function's first decorator in its file, 1-based."""
     length: int
-    """Number of lines, decorators included."""
+    """Number of lines, including decorators."""
     source: str
-    """Source of the function with the edits so far."""
+    """Source with the edits so far."""
     news: list[str] = field(default_factory=list)
-    """Stripped lines added by the edits."""
+    """Added lines, stripped."""
 
     def replace(self, fragment: str, by: str) -> None:
         fragment, by = _plain(fragment), _plain(by)
@@ -62,7 +63,7 @@ class _EditedFunction:
         self.source = self.source[:start] + new + self.source[start + len(present) :]
 
     def compile(self) -> CodeType:
-        """Return the code as edited."""
+        """Return the edited code."""
         # Compile the whole file, so that line numbers, closures and `super()` are right.
         old = self.function.__code__
         lines = Path(old.co_filename).read_text().splitlines(keepends=True)
@@ -77,14 +78,14 @@ class _EditedFunction:
             and self.first_line <= node.lineno < stop
         )
         watched = ast.parse(_WATCHED).body
-        # `note` finds a line by its number, so the frame's own nodes get an existing one.
+        # `note` looks up lines by number, so give the frame's own nodes an existing number.
         for each in (inner for statement in watched for inner in ast.walk(statement)):
             if "lineno" in each._attributes:
                 ast.copy_location(each, node.body[0])
         guarded = watched[-1]
         assert isinstance(guarded, ast.Try)
         guarded.body, node.body = node.body, watched
-        # By qualified name and line, because a file may define several functions of one name.
+        # By name and line, because a file may define several functions with the same name.
         return next(
             code
             for code in _codes_in(compile(tree, old.co_filename, "exec", dont_inherit=True))
@@ -93,11 +94,11 @@ class _EditedFunction:
 
 
 class Patches:
-    """The edits of one mutant.
+    """Edits of a mutant.
 
-    `patches[function, fragment] = by` edits a function, method or property. Several edits of one
-    function apply in order. In `by`, `...` is replaced by the fragment. Lines after the first get
-    the indentation of the line in which the fragment begins. Nothing changes before `install`.
+    `patches[function, fragment] = by` edits a function, method or property. Edits of the same
+    function apply in order. In `by`, `...` stands for the fragment. Lines after the first get the
+    indentation of the line where the fragment begins. Nothing changes before `install`.
 
     Example:
         patches = Patches()
@@ -107,9 +108,8 @@ class Patches:
 
     Attributes:
         armed: Number of calls of edited code.
-        outdated: Error raised by an edited line itself because a name is gone; empty if there was
-            none.
-        kept: State of edits between calls, available to them as `__mutant__.kept`.
+        outdated: Error that an edited line raised because a name is gone; empty if there was none.
+        kept: State between calls. Edits use it as `__mutant__.kept`.
     """
 
     def __init__(self) -> None:
@@ -123,10 +123,10 @@ class Patches:
         """Replace a fragment of a function.
 
         Raises:
-            MutantError: If the fragment does not occur exactly once, or the function has no source.
+            MutantError: The fragment does not occur exactly once, or the function has no source.
         """
         where, fragment = place
-        # A property's getter, and the function below decorators, own the code to exchange.
+        # A property's getter, or the function below decorators, has the code to exchange.
         inner = where.fget if isinstance(where, property) else where
         function = inspect.unwrap(inner) if inner is not None else None
         if not isinstance(function, FunctionType):
@@ -140,11 +140,11 @@ class Patches:
         """Replace the code of all edited functions.
 
         Raises:
-            MutantError: If another mutant has edits in the same module.
+            MutantError: Another mutant has edits in the same module.
         """
-        # Compile all before exchanging any, so that an error leaves the system whole.
+        # Compile all functions before exchanging any, so that an error leaves the system unbroken.
         codes = {function: edited.compile() for function, edited in self._edited.items()}
-        # One global name per module: two mutants would count and record into each other.
+        # The patches are a global of the module, so two mutants would record into each other.
         if any(_NAME in function.__globals__ for function in codes):
             raise MutantError("expected one mutant at a time, got one beside another.")
         for function, code in codes.items():
@@ -153,17 +153,16 @@ class Patches:
             function.__code__ = code
 
     def restore(self) -> None:
-        """Put back the original code of all functions."""
+        """Restore the original code of all functions."""
         while self._right:
             function, code = self._right.popitem()
             function.__code__ = code
             function.__globals__.pop(_NAME, None)
 
     def note(self, error: Exception) -> None:
-        """Record an error raised by an edited line itself.
+        """Record an error if an edited line itself raised it.
 
-        An error with a deeper frame was raised by a called function, so it may be the fault's
-        effect.
+        If a called function raised it, the error may be the fault's effect.
         """
         raised = error.__traceback__
         if raised is None or raised.tb_next is not None:
@@ -178,12 +177,12 @@ class Patches:
 
 
 def _plain(text: str) -> str:
-    """Remove the indentation of a text that begins with a line break."""
+    """Dedent a text that begins with a line break."""
     return textwrap.dedent(text).strip("\n") if text.startswith("\n") else text
 
 
 def _find(fragment: str, source: str) -> Iterator[tuple[int, str]]:
-    """Yield each position of a fragment, with its text as indented there."""
+    """Yield each position of a fragment, with its text indented as there."""
     first = fragment.split("\n")[0]
     start = source.find(first)
     while start >= 0:
@@ -198,7 +197,7 @@ def _line_of(source: str, place: int) -> str:
 
 
 def _indented(text: str, *, like: str) -> str:
-    """Indent all lines but the first like another line."""
+    """Indent all lines but the first like the line `like`."""
     return text.replace("\n", "\n" + like[: len(like) - len(like.lstrip())])
 
 

@@ -1,4 +1,4 @@
-"""Faults of ownership: parts of a model, experts, replicas of shards, and their groups."""
+"""Faults in ownership: parts of a model, experts, replicas, and their groups."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def experts_sharded_over_all(patch: Patches) -> None:
 
 @mutant("G09", "GROUP", "", seen_in="class GROUP", kill="contract")
 def parts_meet_at_other_places(patch: Patches) -> None:
-    """Norms of a model's parts are summed over ranks at different positions in their parts."""
-    # The position in all parts but the first is shifted by one.
+    """Norms of a model's parts are summed over ranks with different positions in their parts."""
+    # Shift the position by one in all parts but the first.
     patch[build_model_parallel_group, "rank = dist.get_rank()"] = """
         ...
         following = [*places[1:], *places[:1]]
@@ -35,8 +35,8 @@ def parts_meet_at_other_places(patch: Patches) -> None:
 
 @mutant("Z05", "ALIAS", "", seen_in="silent data corruption")
 def one_bit_on_one_rank(patch: Patches) -> None:
-    """After each step the last rank flips the lowest bit of one element of a working param."""
-    # The gather must be finished, or it would overwrite the flipped bit.
+    """After each step, the last rank flips the lowest bit of an element in a working param."""
+    # Finish the gather first, because it would overwrite the flipped bit.
     patch[DistributedOptimizer.step, "return StepResult("] = """
         data = self.ddp.buffers[-1].param_data
         if data is not None and self.ddp.rank == self.ddp.group.size() - 1:
@@ -63,8 +63,8 @@ def copies_of_the_first_sum_only(patch: Patches) -> None:
 
 @mutant("H03", "ACCUM", "K GA Z2", seen_in="PyTorch#125484", core=True)
 def sums_summed_again(patch: Patches) -> None:
-    """The sum over replicas takes all sums so far instead of this micro-batch's."""
-    # A sum of the earlier total over n replicas would add it n times instead of once.
+    """The sum over replicas takes all sums so far instead of this micro-batch's sum."""
+    # Over n replicas, this adds the earlier total n times instead of once.
     patch[Unit._end_reduce, "self.accumulate_sum(is_first=not self._has_sum)"] = """
         before = self.grad_total.clone()
         ...
@@ -74,7 +74,9 @@ def sums_summed_again(patch: Patches) -> None:
 
 @mutant("H04", "GROUP", "K Z2", seen_in="class GROUP")
 def groups_exchanged(patch: Patches) -> None:
-    """With as many replicas as shards, a unit's shard group and replica group are exchanged."""
+    """If replicas and shards are equally many, a unit's shard group and replica group are
+    exchanged.
+    """
     # Groups of different sizes would mismatch in their calls, not in values.
     patch[DistributedDataParallel.__init__, _BUILT_BUFFERS] = """
         for unit in (unit for buffer in self.buffers for unit in buffer.units):
@@ -86,7 +88,7 @@ def groups_exchanged(patch: Patches) -> None:
 
 @mutant("H05", "GROUP", "K Z3", seen_in="class GROUP")
 def gathered_from_the_copies(patch: Patches) -> None:
-    """With as many replicas as shards, params are gathered over the replica group."""
+    """If replicas and shards are equally many, params are gathered over the replica group."""
     # Groups of different sizes would mismatch in their calls, not in values.
     patch[Unit.collect, "group = self.group"] = """
         group, copies = self.group, self.replica_group
@@ -96,7 +98,7 @@ def gathered_from_the_copies(patch: Patches) -> None:
 
 @mutant("H06", "GROUP", "K Z3", seen_in="class GROUP", kill="contract")
 def gathered_over_all_ranks(patch: Patches) -> None:
-    """Params are gathered over all ranks, although each shard group has all shards."""
+    """Params are gathered over all ranks instead of the shard group."""
     patch[Unit.collect, "group = self.group"] = """
         is_split = self.frees_params and self.replica_group
         group = dist.group.WORLD if is_split else self.group"""
@@ -104,7 +106,7 @@ def gathered_over_all_ranks(patch: Patches) -> None:
 
 @mutant("H07", "GROUP", "ME Z2", seen_in="Megatron-LM#6080", kill="contract")
 def experts_over_the_dense_block(patch: Patches) -> None:
-    """Sharded gradients of experts are reduced over the dense params' shard group."""
+    """Sharded expert gradients are reduced over the dense params' shard group."""
     patch[DistributedDataParallel.__init__, _BUILT_BUFFERS] = """
         for buffer in self.buffers:
             for unit in buffer.units if buffer.plan.key.kind == "expert" else ():
@@ -131,13 +133,13 @@ def copies_summed_too_early(patch: Patches) -> None:
 @mutant("W59", "ORDER", "K DR B2", seen_in="class ORDER")
 def empty_parts_end_no_sum(patch: Patches) -> None:
     """A rank with an empty part of a unit does not finish the first sum before the second."""
-    # A bug of our own, found by a campaign: the root-reduced sum ends with a call of all ranks.
+    # A campaign found this bug in our own system: a root-reduced sum ends with a call of all ranks.
     patch[Unit.chain_reduce, "self.replica_group is not None"] = "self._has_replica_sum"
 
 
 @mutant("H09", "VOLUME", "K Z2", seen_in="class VOLUME", kill="volume")
 def copies_sum_whole_units(patch: Patches) -> None:
-    """Replicas sum unsharded units, although each rank's shard is enough."""
+    """Replicas sum unsharded units, although each rank's shard would suffice."""
     patch[Unit._sum_replicas, "assert self.replica_group is not None"] = """
         if self.frees_grads:
             return all_reduce_sum(self.grads, group=self.replica_group, async_op=async_op)"""

@@ -1,4 +1,4 @@
-"""Records of mutants and of their hunts."""
+"""Records of mutants and their hunts."""
 
 from __future__ import annotations
 
@@ -15,62 +15,63 @@ FaultClass = Literal[
     "NORM", "CKPT", "ASYNC", "SCALE", "EMPTY", "ACCUM", "BUCKET", "ALIAS",
     "DTYPE", "OPTST", "LAYOUT", "ORDER", "TIED", "GROUP", "INF", "VOLUME",
 ]  # fmt: skip
-"""Class of the fault, the most frequent in public bug trackers first: norms and clipping;
-checkpoints; asynchronous lifetimes; divisors; empty params or ranks; accumulation; buckets;
-stale views; dtypes; optimizer state; layout arithmetic; order of collectives; tied params; groups;
-overflow; cost only."""
+"""Class of the fault, most frequent in public bug trackers first: norms and clipping; checkpoints;
+asynchronous lifetimes; divisors; empty params or ranks; accumulation; buckets; stale views; dtypes;
+optimizer state; layout arithmetic; order of collectives; tied params; groups; overflow; cost only.
+"""
 
 Flag = Literal[
     "DR", "S2", "AS", "NP", "PD", "SP", "K", "CK", "GA", "CL",
     "FZ", "TI", "B2", "PG", "MX", "ME", "IN", "NC", "Z2", "Z3",
 ]  # fmt: skip
 """Feature that a case needs to expose the fault: ranks with different data; two steps; asynchronous
-calls that complete late; uneven division over ranks; padding; a split param; replicas of the state;
-a checkpoint; accumulation; clipping; a frozen, unused or empty param or rank; a tied param; two
+calls that complete late; uneven division over ranks; padding; a split param; replicas; a
+checkpoint; accumulation; clipping; a frozen, unused or empty param or rank; a tied param; two
 buckets; two param groups; two dtypes; experts; an overflow on one rank; a strided param; sharded
-gradients (stage 2 or 3); sharded params (stage 3)."""
+gradients (stage 2 or 3); sharded params (stage 3).
+"""
 
 Kill = Literal["values", "contract", "race", "volume", "memory", "overlap", "refusal"]
-"""Means of detection: a comparison or an invariant of values; a refused or endless collective, or a
+"""Means of detection: values (a comparison or an invariant); a refused or endless collective, or a
 rank that raises; memory touched in flight; the log of collectives; resident bytes; the degree of
-overlap; or a valid case that the system refuses."""
+overlap; or a valid case that the system refuses.
+"""
 
 FLAGS: tuple[Flag, ...] = get_args(Flag)
 CLASSES: tuple[FaultClass, ...] = get_args(FaultClass)
 
 Plant = Callable[[Patches], None]
-"""Function that makes the edits."""
+"""Function that adds the edits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mutant:
-    """One seeded fault."""
+    """A seeded fault."""
 
     id: str
     kind: FaultClass
     flags: tuple[Flag, ...]
     description: str
-    """The fault, in a sentence."""
+    """The fault as a sentence."""
     seen_in: str
-    """The public bug that it recreates, `project#number`, or the class of bugs."""
+    """Public bug that the mutant recreates, `project#number`, or class of bugs."""
     kill: Kill
     """Expected means of detection."""
     core: bool
-    """True if the mutant belongs to the set that runs on every change."""
+    """True if the mutant runs on every change."""
     plant: Plant
 
     @contextmanager
     def apply(self) -> Iterator[Patches]:
-        """Break the system of this process, and repair it on exit.
+        """Break the system in this process, and repair it on exit.
 
-        Apply it before a world runs, never during a run, because rank threads call the edited
-        functions.
+        Apply it before a world runs, because rank threads call the edited functions.
 
         Yields:
-            The patches; `armed` counts how often mutated code was called.
+            The patches. Their `armed` counts calls of mutated code.
 
         Raises:
-            MutantError: If the system has changed since the mutant was written.
+            MutantError: The system has changed since the mutant was written.
         """
         patches = Patches()
         self.plant(patches)
@@ -78,7 +79,7 @@ class Mutant:
             patches.install()
             yield patches
         finally:
-            # Also after a failed install, which may have edited some functions.
+            # A failed install may have edited some functions too.
             patches.restore()
 
 
@@ -91,7 +92,7 @@ def mutant(
     kill: Kill = "values",
     core: bool = False,
 ) -> Callable[[Plant], Mutant]:
-    """Return a decorator that makes a mutant of the function that plants it.
+    """Return a decorator that turns a planting function into a mutant.
 
     The function's docstring becomes the description.
 
@@ -99,12 +100,12 @@ def mutant(
         id: Unique id.
         kind: Class of the fault.
         flags: Flags, separated by spaces.
-        seen_in: The public bug or class of bugs.
+        seen_in: Public bug or class of bugs.
         kill: Expected means of detection.
-        core: True to run it on every change.
+        core: True to run the mutant on every change.
 
     Raises:
-        MutantError: If a flag is unknown, the function has no docstring, or the system has changed
+        MutantError: A flag is unknown, the function has no docstring, or the system has changed
             since the mutant was written.
     """
 
@@ -113,7 +114,7 @@ def mutant(
         if len(named) != len(flags.split()) or not plant.__doc__:
             raise MutantError(f"expected known flags and a docstring of {id}, got {flags!r}.")
         description = " ".join(plant.__doc__.split())
-        # Plant once now, so a refactoring that removes a fragment fails at import, not in a hunt.
+        # Plant now, so that a refactoring that removes a fragment fails at import, not in a hunt.
         try:
             plant(Patches())
         except MutantError as error:
@@ -128,25 +129,26 @@ def mutant(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """Result of one mutant in a campaign."""
+    """Result of a hunt."""
 
     id: str
     killed: bool
     check: str = ""
-    """Id of the first check that failed."""
+    """First check that failed."""
     cases: int = 0
-    """Cases drawn, including the one that found the mutant; all drawn cases for a survivor."""
+    """Number of drawn cases, up to the case that found the mutant. All drawn cases for a survivor.
+    """
     judged: int = 0
-    """Cases judged. Those without the features of the smallest recorded case are judged last."""
+    """Number of judged cases. Cases that lack features of the smallest recorded case come last."""
     seconds: float = 0.0
-    """Processor time of the judged cases."""
+    """CPU time of judging."""
     armed: int = 0
     """Number of calls of mutated code."""
     size: Size | None = None
-    """Size of the smallest case found in this hunt; None if it was not shrunk."""
+    """Size of the smallest case in this hunt; None if nothing was shrunk."""
     minimum: Size | None = None
-    """Size of the smallest recorded case; None if this hunt was not shrunk."""
+    """Size of the smallest recorded case; None if nothing was shrunk."""
     smallest: str = ""
-    """The smallest case found in this hunt, as TOML."""
+    """Smallest case in this hunt, as TOML."""
     error: str = ""
-    """Reason why the hunt ended early: an error of the harness, never of the mutant."""
+    """Error of the harness that ended the hunt; empty if there was no error."""

@@ -1,4 +1,4 @@
-"""Faults of sums: of transient unsharded gradients, and of sums by the root rank."""
+"""Faults in sums of transient unsharded gradients, and in sums by the root rank."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from zero_sim.zero.variants.root_reduce import _SumAtFirst
 
 @mutant("R01", "ACCUM", "GA Z2", seen_in="class ACCUM", core=True)
 def sums_overwritten(patch: Patches) -> None:
-    """Each sum of a step is treated as the first, so it replaces the earlier ones."""
+    """Each sum in a step is treated as the first, so it replaces the earlier sums."""
     patch[Unit._end_reduce, "self._has_sum = True"] = "pass"
 
 
 @mutant("R02", "ACCUM", "S2 Z2", seen_in="class ACCUM")
 def added_to_the_last_step(patch: Patches) -> None:
-    """The first sum of a step is added to the previous step's sums, which were not zeroed."""
-    # Neither the flag nor the memory is reset.
+    """A step's first sum is added to the previous step's sums, which were not zeroed."""
+    # Reset neither flag nor memory.
     patch[Unit.reset_grads, "self._has_sum = False"] = "pass"
     patch[Unit.reset_grads, "self.grad_total.zero_()"] = "pass"
 
@@ -30,7 +30,7 @@ def added_to_the_last_step(patch: Patches) -> None:
 @mutant("R03", "ALIAS", "GA Z2", seen_in="class ALIAS")
 def zeros_not_made(patch: Patches) -> None:
     """Memory of unsharded gradients is reused without being zeroed."""
-    # `_left` plays an allocator that returns memory as it was.
+    # `_left` acts as an allocator that returns memory with its old content.
     patch[TransientStorage.release, "self._whole = None"] = (
         "self._left, self._whole = self._whole, None"
     )
@@ -50,7 +50,7 @@ def padding_of_whole_gradients(patch: Patches) -> None:
 
 @mutant("R05", "ASYNC", "AS Z2", seen_in="class ASYNC", kill="race", core=True)
 def sum_kept_before_it_is_there(patch: Patches) -> None:
-    """The shard of a reduction in flight is used, and its memory released, without a wait."""
+    """While a reduction is in flight, its shard is used and its memory released, without a wait."""
     # Nothing then waits before `accumulate_sum` reads the shard.
     patch[Unit.finish_reduce, "self._wait_reduce()"] = """
         if not self.frees_grads:
@@ -61,7 +61,7 @@ def sum_kept_before_it_is_there(patch: Patches) -> None:
 @mutant("R06", "VOLUME", "Z2", seen_in="class VOLUME", kill="memory", core=True)
 def whole_gradients_kept(patch: Patches) -> None:
     """Unsharded gradients are zeroed after their reduction, but their memory is not released."""
-    # Zeroed, so that only the memory shows the fault.
+    # Zero them, so that only the memory shows the fault.
     patch[Unit._free_grads, "self.grad_storage.release()"] = """
         whole = self.grad_storage.whole
         ...
@@ -71,14 +71,14 @@ def whole_gradients_kept(patch: Patches) -> None:
 
 @mutant("R07", "VOLUME", "Z2", seen_in="class VOLUME", kill="memory")
 def view_of_whole_gradients_kept(patch: Patches) -> None:
-    """Views of single gradients keep the released memory of a unit alive."""
+    """Views of single gradients keep a unit's released memory alive."""
     patch[Unit._free_grads, "memory.main_grad = None"] = "pass"
 
 
 @mutant("R08", "VOLUME", "Z2", seen_in="class VOLUME", kill="volume")
 def units_reduced_twice(patch: Patches) -> None:
     """After backward all units are reduced again, including those reduced during it."""
-    # The second reduction adds fresh zeros, so only the volume shows the fault.
+    # The second reduction adds zeros, so only the volume shows the fault.
     patch[UnderBackward.finish, "while self._issued_count"] = """
         again = [unit for unit in self._units if unit in self._issued and unit.frees_grads]
         ..."""
@@ -91,7 +91,7 @@ def units_reduced_twice(patch: Patches) -> None:
 
 @mutant("R09", "ACCUM", "Z2", seen_in="class ACCUM", core=True)
 def sum_added_twice(patch: Patches) -> None:
-    """The sum of the last unit is added twice."""
+    """The last unit's sum is added twice."""
     patch[UnderBackward.finish, "self.running = False"] = """
         ...
         last = self._units[-1]
@@ -101,8 +101,8 @@ def sum_added_twice(patch: Patches) -> None:
 
 @mutant("R10", "BUCKET", "Z2 SP", seen_in="class BUCKET", core=True)
 def first_shard_kept(patch: Patches) -> None:
-    """Every rank keeps the start of a reduced unit instead of its own shard."""
-    # The clone, because source and target may overlap.
+    """Every rank keeps a reduced unit's start instead of its own shard."""
+    # Clone, because source and target may overlap.
     patch[Unit.accumulate_sum, "assert self.grad_total is not None"] = """
         if self.frees_grads:
             self.grad_shard.copy_(self.grads[: self.grad_shard.numel()].clone())"""
@@ -110,7 +110,7 @@ def first_shard_kept(patch: Patches) -> None:
 
 @mutant("R11", "ACCUM", "GA Z2", seen_in="class ACCUM", core=True)
 def micro_batches_let_go(patch: Patches) -> None:
-    """With one sum a step, unsharded gradients are still released after every micro-batch."""
+    """With a single sum per step, unsharded gradients are still released after every micro-batch."""
     patch[
         DistributedDataParallel.end_micro_batch, "self.step_count.end_micro_batch(last=last)"
     ] = """
@@ -123,14 +123,14 @@ def micro_batches_let_go(patch: Patches) -> None:
 @mutant("R12", "ALIAS", "GA Z2", seen_in="class ALIAS")
 def added_to_memory_let_go(patch: Patches) -> None:
     """From the second use on, gradients are added to the memory of the first use."""
-    # `kept` maps the memory of each param to its first gradient.
+    # `kept` holds the first gradient by param memory.
     patch[Unit.fill, "memory.main_grad = grad"] = """
         memory.main_grad = __mutant__.kept.setdefault(memory, grad)"""
 
 
 @mutant("R13", "DTYPE", "MX GA Z2", seen_in="class DTYPE")
 def sums_in_low_precision(patch: Patches) -> None:
-    """Sums of fp32 gradients are kept in the dtype of 16-bit params."""
+    """Sums of fp32 gradients are kept in the 16-bit param dtype."""
     patch[Unit.accumulate_sum, "if not self.frees_grads:"] = """
         if self.frees_grads and self.members[0].param.dtype is torch.bfloat16:
             self.grad_total.copy_(self.grad_total.to(torch.bfloat16))
@@ -139,8 +139,8 @@ def sums_in_low_precision(patch: Patches) -> None:
 
 @mutant("R14", "SCALE", "Z2 B2", seen_in="class SCALE")
 def last_unit_not_divided(patch: Patches) -> None:
-    """The unit issued last is not divided before its sum, although others are."""
-    # A single unit keeps its division, hence `0 <`.
+    """The last unit issued is not divided before its sum, although other units are."""
+    # `0 <`, because a single unit keeps its division.
     patch[UnderBackward._issue_next, "self._before_sum(unit)"] = """
         if not unit.frees_grads or not 0 < self._issued_count == len(self._units) - 1:
             ..."""
@@ -158,7 +158,7 @@ def sums_divided_again(patch: Patches) -> None:
 @mutant("R16", "EMPTY", "FZ DR Z2", seen_in="PyTorch#158719", kill="contract")
 def unit_without_gradients_skipped(patch: Patches) -> None:
     """A rank skips a unit's reduction if it has no gradient for the unit."""
-    # The states still advance, so only the missing call can show the fault.
+    # Advance the states, so that only the missing call can show the fault.
     patch[UnderBackward._issue_next, "unit.fill()"] = """
         if isinstance(unit, Unit) and unit.frees_grads and unit.grad_state != "filling":
             unit.fill()
@@ -179,7 +179,7 @@ def reduced_in_the_order_of_the_forward(patch: Patches) -> None:
 
 @mutant("R18", "VOLUME", "AS B2 Z2", seen_in="class VOLUME", kill="overlap")
 def each_reduction_waited_for(patch: Patches) -> None:
-    """If gradients are sharded, each reduction is waited for right after it is issued."""
+    """Each reduction of sharded gradients is waited for right after it is issued."""
     patch[UnderBackward._issue_next, "unit.start_reduce()"] = """
         ...
         if unit.frees_grads:
@@ -189,7 +189,7 @@ def each_reduction_waited_for(patch: Patches) -> None:
 @mutant("R19", "ASYNC", "AS Z2", seen_in="class ASYNC")
 def kept_when_it_is_issued(patch: Patches) -> None:
     """The shard is added to the sums when its reduction is issued, not when it completes."""
-    # `kept` marks units whose sum was added early, so it is not added twice.
+    # `kept` marks units whose sum was added early, so that it is not added twice.
     sums_up = "self.accumulate_sum(is_first=not self._has_sum)"
     patch[Unit.start_reduce, "self._chained = False"] = f"""
         ...
@@ -201,7 +201,7 @@ def kept_when_it_is_issued(patch: Patches) -> None:
 
 @mutant("R20", "LAYOUT", "B2 Z2", seen_in="class LAYOUT")
 def sums_at_the_shards_start(patch: Patches) -> None:
-    """The rank's fragment of each param is read from the start of its unit's sums."""
+    """The rank's fragment of each param is read from the start of the unit's sums."""
     patch[Buffer._adopt, "_view(unit.grad_total, in_shard)"] = """
         _view(unit.grad_total, Span(0, in_shard.numel) if self.sharding.grads else in_shard)"""
 
@@ -209,7 +209,7 @@ def sums_at_the_shards_start(patch: Patches) -> None:
 @mutant("R21", "INF", "IN S2 Z2", seen_in="class INF")
 def sums_of_a_skipped_step_kept(patch: Patches) -> None:
     """After a skipped step nothing is zeroed."""
-    # Reset what a step needs, but no memory.
+    # Reset the state that the next step needs, but no memory.
     patch[DistributedOptimizer.step, "return StepResult("] = """
         self._has_skipped = skipped
         ..."""
@@ -224,7 +224,7 @@ def sums_of_a_skipped_step_kept(patch: Patches) -> None:
 @mutant("R23", "ORDER", "DR Z2", seen_in="class ORDER", kill="volume")
 def zero_gradients_stay_at_home(patch: Patches) -> None:
     """A rank does not start a reduction if its gradients are all zero."""
-    # The state has moved to REDUCING by then; only the call is missing.
+    # By then the state is REDUCING, so only the call is missing.
     patch[Unit.start_reduce, 'self._step_grads("reduce")'] = """
         ...
         if self.frees_grads and not self.grads.any():
@@ -234,7 +234,7 @@ def zero_gradients_stay_at_home(patch: Patches) -> None:
 @mutant("R24", "ORDER", "AS Z2 B2", seen_in="class ORDER")
 def odd_ranks_reduce_in_reverse(patch: Patches) -> None:
     """Odd ranks reduce the units that remain after backward in reverse order."""
-    # Put back after the loop, because the next step uses `_units` again.
+    # Put the units back after the loop, because the next step uses them.
     patch[UnderBackward.finish, "while self._issued_count"] = """
         units, count = self._units, self._issued_count
         if dist.get_rank() % 2 and units[0].frees_grads:
@@ -247,26 +247,26 @@ def odd_ranks_reduce_in_reverse(patch: Patches) -> None:
 
 @mutant("R25", "OPTST", "Z2", seen_in="an omitted transition", kill="contract")
 def filling_not_noted(patch: Patches) -> None:
-    """The transition of a unit to FILLING is omitted."""
+    """A unit's transition to FILLING is omitted."""
     patch[Unit.fill, 'self._step_grads("fill")'] = "pass"
 
 
 @mutant("R26", "OPTST", "Z2", seen_in="an omitted transition", kill="contract")
 def reducing_not_noted(patch: Patches) -> None:
-    """The transition of a unit to REDUCING is omitted."""
+    """A unit's transition to REDUCING is omitted."""
     patch[Unit.reduce, 'self._step_grads("reduce")'] = "pass"
     patch[Unit.start_reduce, 'self._step_grads("reduce")'] = "pass"
 
 
 @mutant("R27", "OPTST", "Z2", seen_in="an omitted transition", kill="contract")
 def reduced_not_noted(patch: Patches) -> None:
-    """The transition of a unit to REDUCED is omitted."""
+    """A unit's transition to REDUCED is omitted."""
     patch[Unit._end_reduce, 'self._step_grads("finish")'] = "pass"
 
 
 @mutant("R28", "BUCKET", "Z2", seen_in="class BUCKET")
 def first_gradient_lost(patch: Patches) -> None:
-    """The first gradient of a unit, for which its memory is allocated, is lost."""
+    """A unit's first gradient, for which its memory is allocated, is lost."""
     patch[AtEnd.take, "unit.fill()"] = """
         if unit.frees_grads and unit.grad_state == "empty":
             param.grad = param.grad.new_zeros(param.grad.shape)
@@ -275,8 +275,8 @@ def first_gradient_lost(patch: Patches) -> None:
 
 @mutant("R29", "VOLUME", "B2 Z2", seen_in="class VOLUME", kill="memory", core=True)
 def reductions_pile_up(patch: Patches) -> None:
-    """Units are issued without waiting for the previous one, so over two stay unsharded."""
-    # This wait limits the unsharded gradients to those of two units.
+    """Units are issued without waiting for the previous unit, so more than two stay unsharded."""
+    # This wait limits unsharded gradients to two units.
     patch[UnderBackward._issue_next, "unit.frees_grads and self._issued_count"] = "False"
 
 
@@ -289,13 +289,13 @@ def first_counts_itself_twice(patch: Patches) -> None:
 @mutant("X02", "ORDER", "DR", seen_in="class ORDER")
 def added_from_the_last(patch: Patches) -> None:
     """The root rank adds in reverse rank order."""
-    # Another order of summation rounds differently.
+    # Another summation order rounds differently.
     patch[_SumAtFirst._add, "self.flat.copy_("] = "parts = parts[::-1]\n..."
 
 
 @mutant("X03", "VOLUME", "DR", seen_in="class VOLUME", kill="volume")
 def kept_by_the_first(patch: Patches) -> None:
-    """The root rank keeps the sum; all others continue with their own gradients."""
+    """The root rank keeps the sum; other ranks continue with their own gradients."""
     patch[_SumAtFirst.wait, "self._send_back()"] = "pass"
 
 

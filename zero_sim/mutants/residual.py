@@ -1,4 +1,4 @@
-"""Faults of residual memory, all memory beside model states: arenas, step buffers, checkpoints."""
+"""Faults in memory besides model states: arenas, step buffers, activation checkpoints."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from zero_sim.zero.variants.step_buffer import StepBuffer
 
 @mutant("F01", "VOLUME", "B2 AS Z2", seen_in="class VOLUME", kill="memory", core=True)
 def all_places_at_the_front(patch: Patches) -> None:
-    """All units are placed at the front of the arena, so the second needs separate memory."""
+    """All units are placed at the arena's front, so the second unit needs separate memory."""
     patch[plan_arena, "Span(start, start + own)"] = "Span(0, own)"
 
 
 @mutant("F02", "ALIAS", "B2 Z2", seen_in="class ALIAS", core=True)
 def place_is_not_zeroed(patch: Patches) -> None:
-    """Gradients are added to the previous contents of the arena."""
+    """Gradients are added to the arena's previous content."""
     patch[ArenaStorage.acquire, "place.zero_()"] = "place"
 
 
@@ -31,8 +31,8 @@ def place_is_never_given_back(patch: Patches) -> None:
 
 @mutant("F04", "ASYNC", "AS B2 Z2", seen_in="class ASYNC", kill="race")
 def place_is_given_back_while_reduced(patch: Patches) -> None:
-    """A unit's place in the arena is zeroed for its next user once its sum is issued."""
-    # By name, because the module of `Unit` does not import this variant.
+    """A unit's place in the arena is zeroed for the next unit once its sum is issued."""
+    # By name, because `Unit`'s module does not import this variant.
     patch[Unit.start_reduce, "self._chained = False"] = """
         ...
         if type(self.grad_storage).__name__ == "ArenaStorage":
@@ -53,20 +53,20 @@ def last_turn_is_not_stepped(patch: Patches) -> None:
 
 @mutant("F07", "NORM", "CL", seen_in="class NORM")
 def norm_of_the_last_turn(patch: Patches) -> None:
-    """The norm covers only the last turn of the step buffer."""
+    """The norm covers only the step buffer's last turn."""
     patch[StepBuffer._measure_in_turns, "for turn in turns:"] = "for turn in turns[-1:]:"
 
 
 @mutant("F08", "ALIAS", "", seen_in="class ALIAS", core=True)
 def turn_overwrites_itself(patch: Patches) -> None:
-    """Every gradient is copied to the start of the step buffer, over the earlier ones."""
+    """Every gradient is copied to the step buffer's start, over the earlier gradients."""
     patch[StepBuffer.copy, "self._used, self._used + reduced.numel()"] = "0, reduced.numel()"
 
 
 @mutant("F09", "VOLUME", "", seen_in="class VOLUME", kill="memory")
 def all_turns_at_once(patch: Patches) -> None:
-    """All gradients are created at once, regardless of the size of the step buffer."""
-    # The step buffer grows to the size of all masters, so one turn takes all.
+    """All gradients are created at once, regardless of the step buffer's size."""
+    # The step buffer grows to the size of all masters, so a single turn takes all gradients.
     patch[StepBuffer.turns, "held = self.elems + 1"] = """
         self.elems = max(self.elems, sum(master.leaf.numel() for master in masters))
         ..."""
@@ -74,7 +74,7 @@ def all_turns_at_once(patch: Patches) -> None:
 
 @mutant("F10", "NORM", "CL", seen_in="class NORM")
 def turns_clipped_by_their_own_norm(patch: Patches) -> None:
-    """Each turn is clipped by the local norm of its own gradients."""
+    """Each turn is clipped by its local norm."""
     # `_measure_own` returns the local sum of squares first.
     patch[StepBuffer._step_in_turns, "norm=norm"] = """
         norm=optimizer._measure_own(turn, grads)[0].sqrt().to(norm.dtype)"""
@@ -82,7 +82,7 @@ def turns_clipped_by_their_own_norm(patch: Patches) -> None:
 
 @mutant("F11", "SCALE", "", seen_in="class SCALE")
 def second_time_unscaled_by_the_next_scale(patch: Patches) -> None:
-    """Gradients created again for the step are unscaled by the scale of the next step."""
+    """Gradients created again for the step are unscaled by the next step's scale."""
     # The scaler has been updated between the two passes over the gradients.
     patch[StepBuffer._step_in_turns, "for turn in turns:"] = """
         if optimizer.loss_scaler is not None:
@@ -92,8 +92,8 @@ def second_time_unscaled_by_the_next_scale(patch: Patches) -> None:
 
 @mutant("F12", "GROUP", "", seen_in="class GROUP", core=True)
 def column_gradients_not_summed(patch: Patches) -> None:
-    """The input gradient of column-parallel layers is not summed over the ranks."""
-    # Backward then has no all-reduce of the input gradient.
+    """Column-parallel layers do not sum their input gradient over the ranks."""
+    # Backward then skips the all-reduce.
     patch[TensorParallel.enter, "self._group is None"] = "True"
 
 
@@ -108,14 +108,14 @@ def part_of_another_rank(patch: Patches) -> None:
 @mutant("F14", "VOLUME", "", seen_in="class VOLUME", kill="memory")
 def part_keeps_the_whole(patch: Patches) -> None:
     """A partitioned checkpoint is a view, so it keeps the unpartitioned memory alive."""
-    # The new tensor has full length, and the part is a view of it.
+    # The part is a view of a new tensor with full length.
     patch[TensorParallel.keep, "flat.new_zeros(each)"] = "flat.new_zeros(flat.numel())[:each]"
 
 
 @mutant("F15", "ALIAS", "", seen_in="class ALIAS")
 def checkpoint_of_the_last_block(patch: Patches) -> None:
     """All blocks are recomputed from the last checkpoint."""
-    # Only checkpoints of equal size can overwrite each other.
+    # A checkpoint can only overwrite a checkpoint of equal size.
     patch[TensorParallel.keep, "self._kept.append(kept)"] = """
         ...
         for other in self._kept:
@@ -126,7 +126,7 @@ def checkpoint_of_the_last_block(patch: Patches) -> None:
 @mutant("F16", "GROUP", "", seen_in="class GROUP")
 def row_gradients_summed(patch: Patches) -> None:
     """The gradient of a row-parallel sum, complete on every rank, is summed again."""
-    # `enter` sums the gradient over the ranks.
+    # `enter` adds a sum over ranks to backward.
     patch[TensorParallel.leave, "_applied(_Leave, y, self._group)"] = "self.enter(...)"
 
 
@@ -138,8 +138,8 @@ def checkpoints_stay(patch: Patches) -> None:
 
 @mutant("F18", "VOLUME", "", seen_in="class VOLUME", kill="volume")
 def whole_checkpoints_are_gathered(patch: Patches) -> None:
-    """Checkpoints that every rank has in full are gathered anyway."""
-    # The result is dropped, so only the volume changes.
+    """Unpartitioned checkpoints are gathered anyway."""
+    # Drop the result, so that only the volume changes.
     patch[TensorParallel.bring_back, "return part.view(kept.shape)"] = """
         if self._checkpoints == "whole" and self._group is not None:
             ranks, _ = size_and_rank(self._group)

@@ -1,4 +1,4 @@
-"""Score of a campaign: mutants found, in total, by class, by flag, and in the core set."""
+"""Score of a campaign: mutants found in total, by class, by flag, and among core mutants."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Score:
     core: KillCount
     all: KillCount
     by_class: tuple[KillCount, ...]
-    """Counts of the classes with mutants in the campaign."""
+    """Counts by class, for classes in the campaign."""
     by_flag: tuple[KillCount, ...]
     cases_median: float
-    """Median number of cases until a mutant was found; 0 if none was found."""
+    """Median number of cases until a mutant was found; 0 if no mutant was found."""
     cases_most: int
     seconds: float
-    """Wall-clock time of the whole campaign."""
+    """Wall-clock time of the campaign."""
     trials: tuple[Trial, ...]
 
     @property
@@ -44,7 +44,7 @@ class Score:
         return int(self.all.killed < self.all.of)
 
     def as_dict(self) -> dict[str, object]:
-        """Return all fields, ready for JSON."""
+        """Return all fields for JSON."""
         return {**dataclasses.asdict(self), "exit_status": self.exit_status}
 
 
@@ -52,12 +52,12 @@ def score_of(trials: Iterable[Trial], mutants: Sequence[Mutant], *, seconds: flo
     """Compute the score of a campaign.
 
     Args:
-        trials: Result of each mutant.
-        mutants: The hunted mutants.
+        trials: Results of the hunts.
+        mutants: Hunted mutants.
         seconds: Wall-clock time of the campaign.
     """
     by_id = {trial.id: trial for trial in trials}
-    # In the order of the catalogue: trials of several processes end in any order.
+    # In catalogue order, because parallel trials end in any order.
     ordered = tuple(by_id[mutant.id] for mutant in mutants if mutant.id in by_id)
 
     def count(name: str, members: Iterable[Mutant]) -> KillCount:

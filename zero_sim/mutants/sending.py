@@ -1,4 +1,4 @@
-"""Faults of reduce buffers, their gradient units, and chunked gathers."""
+"""Faults in reduce buffers, their gradient units, and chunked gathers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero_sim.zero.variants.reduce_buffers import ReduceBuffers
 
 @mutant("J01", "ASYNC", "AS B2", seen_in="class ASYNC", core=True)
 def both_turns_use_one_buffer(patch: Patches) -> None:
-    """The reduce buffers do not alternate: one is refilled while its sum is in flight."""
+    """The reduce buffers do not alternate, so a buffer is refilled while its sum is in flight."""
     # All turns use the first buffer.
     patch[ReduceBuffers._storage_of, "plan.turn % turns"] = "0"
 
@@ -22,7 +22,7 @@ def both_turns_use_one_buffer(patch: Patches) -> None:
 @mutant("J02", "BUCKET", "B2", seen_in="class BUCKET", core=True)
 def last_buffer_is_not_sent(patch: Patches) -> None:
     """The last, partly filled reduce buffer is not reduced."""
-    # Marked at set-up; the sum of a marked unit is empty.
+    # Mark the unit at set-up. A marked unit's sum is empty.
     patch[ReduceBuffers.__init__, "self.unit_of = {"] = """
         if self.units and self.units[-1].plan.numel < self._elems:
             __mutant__.kept[self.units[-1]] = True
@@ -41,8 +41,8 @@ def long_gradients_are_dropped(patch: Patches) -> None:
 
 @mutant("J04", "LAYOUT", "NP", seen_in="class LAYOUT")
 def runs_are_cut_an_element_early(patch: Patches) -> None:
-    """The border between two owners in a reduce buffer is one element early."""
-    # Both runs move their common border, so no element is lost or summed twice.
+    """The border between two owners in a reduce buffer is an element early."""
+    # Move the border in both runs, so that no element is lost or summed twice.
     patch[GradUnit._sum, "if self.sums_whole:"] = """
         spans = {run: run.span for run in self.plan.runs}
         if len(spans) > 1 and self.plan.runs[0].span.numel > 1:
@@ -55,7 +55,7 @@ def runs_are_cut_an_element_early(patch: Patches) -> None:
 
 @mutant("J05", "GROUP", "NP", seen_in="class GROUP")
 def run_goes_to_the_next_rank(patch: Patches) -> None:
-    """The sum of a run arrives at the rank after its owner."""
+    """A run's sum arrives at the rank after its owner."""
     patch[GradUnit._sum, "owner=run.shard"] = "owner=(run.shard + 1) % self.group.size()"
 
 
@@ -69,7 +69,7 @@ def reduced_twice(patch: Patches) -> None:
 @mutant("J07", "ASYNC", "AS", seen_in="class ASYNC")
 def buffer_is_left_before_its_sum_is_there(patch: Patches) -> None:
     """The owner reads its part of a reduce buffer before waiting for the sum."""
-    # `_end_reduce` moves ahead of the waits.
+    # Move `_end_reduce` ahead of the waits.
     patch[GradUnit.finish_reduce, "self._works = []\nself._end_reduce()"] = "self._works = []"
     patch[GradUnit.finish_reduce, "for work in"] = "self._end_reduce()\n..."
 
@@ -89,14 +89,14 @@ def what_was_copied_stays(patch: Patches) -> None:
 
 @mutant("J09", "ACCUM", "GA", seen_in="class ACCUM")
 def sums_of_micro_batches_replace_each_other(patch: Patches) -> None:
-    """The sum of each micro-batch replaces the earlier ones."""
+    """Each micro-batch's sum replaces the earlier sums."""
     # Each sum then counts as the first of the step.
     patch[GradUnit._end_reduce, "self._has_sum = True"] = "pass"
 
 
 @mutant("J11", "VOLUME", "NP", seen_in="class VOLUME", kill="volume")
 def runs_end_with_their_param(patch: Patches) -> None:
-    """Neighbouring params of one owner are reduced in separate calls."""
+    """Neighbouring params with the same owner are reduced in separate calls."""
     # Each run ends after one param.
     patch[grad_plan._runs, "while index < len(owned) and owned[index][0] == shard:"] = "if True:"
 
@@ -110,7 +110,7 @@ def buffers_stay_after_backward(patch: Patches) -> None:
 @mutant("J13", "ORDER", "B2", seen_in="class ORDER", kill="memory")
 def sent_when_backward_is_over(patch: Patches) -> None:
     """A full reduce buffer is not reduced until backward ends."""
-    # By name, because the module of the schedule does not import this variant.
+    # By name, because the schedule's module does not import this variant.
     patch[UnderBackward._issue_ready, "while self._issued_count"] = """
         if type(self._units[0]).__name__ == "GradUnit":
             return
@@ -119,13 +119,13 @@ def sent_when_backward_is_over(patch: Patches) -> None:
 
 @mutant("J14", "BUCKET", "B2", seen_in="class BUCKET", kill="volume")
 def buffers_longer_than_said(patch: Patches) -> None:
-    """A reduce buffer takes one element more than configured."""
+    """A reduce buffer takes an element more than configured."""
     patch[ReduceBuffers.__init__, "self._elems = settings.elems"] = "... + 1"
 
 
 @mutant("J15", "ALIAS", "", seen_in="class ALIAS")
 def chunk_lacks_its_last_element(patch: Patches) -> None:
-    """The last element of each rank's part of a gathered chunk is not copied."""
+    """In a gathered chunk, the last element of each rank's part is not copied."""
     patch[ChunkedUnit._gather_chunks, "whole.narrow("] = """
         if part == stretch and start != starts[own]:
             part, got = part - 1, got[:-1]
@@ -143,7 +143,7 @@ def last_chunk_is_not_gathered(patch: Patches) -> None:
 
 @mutant("J17", "ALIAS", "", seen_in="class ALIAS")
 def keeps_what_lies_before_its_own(patch: Patches) -> None:
-    """Each rank keeps elements of an all-reduced unit that are shifted by one position."""
+    """Each rank keeps the wrong part of an all-reduced unit, shifted by one element."""
     patch[GradUnit._end_reduce, "for each in self.slices:"] = """
         if self.sums_whole:
             self.grads.copy_(self.grads.roll(1))
@@ -152,7 +152,7 @@ def keeps_what_lies_before_its_own(patch: Patches) -> None:
 
 @mutant("J19", "DTYPE", "GA", seen_in="class DTYPE")
 def copied_in_the_dtype_of_params(patch: Patches) -> None:
-    """Gradients accumulated in fp32 are rounded to their param's dtype for the reduce buffer."""
+    """Gradients accumulated in fp32 are rounded to the param dtype for the reduce buffer."""
     patch[GradUnit._take, "self._taken.add(memory.param)"] = """
         if memory.param.dtype.itemsize > 1:
             place.copy_(place.to(memory.param.dtype))

@@ -1,4 +1,4 @@
-"""Faults of sharded params: their shards, gathered values, and placeholders."""
+"""Faults in sharded params: shards, gathered values, and placeholders."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _GATHERED = "memory.param.data = _view(whole, memory.in_unit).view(memory.param.
 
 @mutant("W24", "LAYOUT", "Z3 SP", seen_in="Megatron-LM 4b843668c3", core=True)
 def shards_from_the_params_start(patch: Patches) -> None:
-    """The rank's shard of a split param is cut from the param's start."""
+    """A split param's shard is cut from the param's start."""
     patch[Buffer.shard_params, "held.shift(-memory.in_unit.start)"] = "Span(0, held.numel)"
 
 
 @mutant("W25", "LAYOUT", "Z3 B2", seen_in="class LAYOUT")
 def last_unit_not_cut(patch: Patches) -> None:
-    """The shards of the last unit are not filled when params are sharded."""
+    """When params are sharded, the last unit's shards are not filled."""
     patch[Buffer.shard_params, _SHARDED] = """
         if unit is self.units[-1] and len(self.units) > 1:
             unit.param_shard.zero_()
@@ -32,7 +32,7 @@ def last_unit_not_cut(patch: Patches) -> None:
 @mutant("W26", "EMPTY", "Z3", seen_in="class EMPTY", core=True)
 def zeros_for_what_is_absent(patch: Patches) -> None:
     """Zeros stand in for an absent param, and the last unit is used without a gather."""
-    # A read of a placeholder would fail; zeros make the missing gather silent.
+    # Reading a placeholder would fail, so zeros hide the missing gather.
     patch[absent, "value = torch.full("] = "return torch.zeros_like(param)\n..."
     patch[OnUse._gather, "for unit in (*needed, *ahead):"] = """
         last = self._units[-1]
@@ -42,20 +42,20 @@ def zeros_for_what_is_absent(patch: Patches) -> None:
 
 @mutant("W27", "EMPTY", "Z3", seen_in="class EMPTY", kill="contract")
 def absent_without_its_shape(patch: Patches) -> None:
-    """The placeholder of an absent param has the right element count but no shape."""
+    """An absent param's placeholder has the right element count, but no shape."""
     patch[absent, "expand(param.shape)"] = "expand(param.numel())"
 
 
 @mutant("W28", "ALIAS", "Z3", seen_in="class ALIAS", core=True)
 def params_one_element_on(patch: Patches) -> None:
-    """Params after the first in a unit are views that begin one element early."""
-    # The first param of a unit starts at 0 and cannot begin earlier.
+    """Params after a unit's first are views that begin one element early."""
+    # A unit's first param starts at 0 and cannot begin earlier.
     patch[Unit._adopt_whole, "memory.in_unit"] = "....shift(-1 if memory.in_unit.start else 0)"
 
 
 @mutant("W29", "ALIAS", "Z3 S2", seen_in="class ALIAS")
 def last_shard_not_written(patch: Patches) -> None:
-    """New values of the last unit are not written to its shards."""
+    """The last unit's new values are not written to its shards."""
     patch[Buffer.write_param_shard, "self._cast.write_("] = """
         if memory.unit in self.units[-1:] and memory.unit.frees_params:
             return
@@ -73,7 +73,7 @@ def shards_not_loaded(patch: Patches) -> None:
 
 @mutant("W32", "EMPTY", "Z3 FZ", seen_in="class EMPTY", kill="contract")
 def scalars_stay_absent(patch: Patches) -> None:
-    """A param of one element is not restored from the gathered memory."""
+    """A param with one element is not restored from gathered memory."""
     patch[Unit._adopt_whole, _GATHERED] = """
         if memory.param.numel() != 1:
             ..."""
@@ -98,14 +98,14 @@ def padding_of_param_shards(patch: Patches) -> None:
 
 @mutant("W38", "GROUP", "Z3 DR", seen_in="replicas with different initial values", core=True)
 def cut_before_they_are_equal(patch: Patches) -> None:
-    """Each rank shards its own initial params, because nothing is broadcast before."""
+    """Each rank shards its own initial params, without a broadcast before."""
     patch[DistributedDataParallel.__init__, "if broadcast_params"] = """
         ... and not config.sharding.params"""
 
 
 @mutant("W44", "OPTST", "Z3", seen_in="an omitted transition", kill="contract")
 def gathering_not_noted(patch: Patches) -> None:
-    """The transition of a unit to GATHERING is omitted."""
+    """A unit's transition to GATHERING is omitted."""
     patch[Unit._step_params, "self.param_state ="] = """
         if step == "gather" and self.frees_params:
             return
@@ -114,7 +114,7 @@ def gathering_not_noted(patch: Patches) -> None:
 
 @mutant("W48", "ALIAS", "Z3 S2", seen_in="class ALIAS")
 def gathered_into_the_memory_before(patch: Patches) -> None:
-    """Later gathers of a unit bring back the values of its first gather."""
+    """A unit's later gathers bring back the values of its first gather."""
     # `kept` holds the first values of each unit.
     patch[Unit._adopt_whole, "assert whole is not None"] = """
         whole.copy_(__mutant__.kept.setdefault(self, whole.clone()))"""
@@ -133,7 +133,7 @@ def frozen_shards_lost(patch: Patches) -> None:
 @mutant("W50", "LAYOUT", "Z3 NC", seen_in="apex#1794")
 def whole_params_transposed(patch: Patches) -> None:
     """A gathered square param is a view with its strides exchanged."""
-    # Only a square param keeps its shape when it is transposed.
+    # Only square params keep their shape when transposed.
     patch[Unit._adopt_whole, _GATHERED] = """
         ...
         shape = memory.param.shape

@@ -1,7 +1,7 @@
-"""Table of smallest cases: for each mutant, the smallest known case that finds it.
+"""Table of the smallest known case that finds each mutant.
 
-`zero-sim mutants --shrink --record FILE` writes such a table; the shipped table is read here. It
-shows which features of cases have found a mutant, and which cases to judge first in its next hunt.
+`zero-sim mutants --shrink --record FILE` writes such a table. This module reads the shipped table,
+which shows the features that found a mutant, and decides which cases the next hunt judges first.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ _BYTES_MAX = 1 << 24
 
 @cache
 def smallest_cases() -> Mapping[str, Scenario]:
-    """Return the shipped table: the smallest case of each mutant, by id."""
+    """Return the shipped table: smallest cases by mutant id."""
     return {id: _case(raw, id=id) for id, raw in _read(SHIPPED).items()}
 
 
 @cache
 def features_that_found() -> Mapping[str, frozenset[str]]:
-    """Return the features of each mutant's smallest case, by id."""
+    """Return the features of the smallest cases by mutant id."""
     return {id: features_of(scenario) for id, scenario in smallest_cases().items()}
 
 
 def record_smallest(trials: Iterable[Trial], path: Path) -> int:
-    """Merge the smallest cases of trials into a table; entries of other mutants stay.
+    """Merge the smallest cases of trials into a table. Entries of other mutants stay.
 
     Args:
-        trials: Results of mutants; trials without a shrunk case are skipped.
+        trials: Results of hunts. Trials without a shrunk case are skipped.
         path: File of the table, created if missing.
 
     Returns:
         Number of entries written.
 
     Raises:
-        UsageError: If the file is no such table, or cannot be written.
+        UsageError: The file is no such table, or cannot be written.
     """
     table = dict(_read(path)) if path.exists() else {}
     fresh = {trial.id: _data(trial) for trial in trials if trial.smallest}
-    # One line per mutant, so that tables can be read and compared.
+    # A line per mutant, so that tables can be read and compared.
     lines = (
         f"  {json.dumps(id)}: {json.dumps(raw)}" for id, raw in sorted((table | fresh).items())
     )
@@ -67,7 +67,7 @@ def record_smallest(trials: Iterable[Trial], path: Path) -> int:
 def _data(trial: Trial) -> dict[str, object]:
     (scenario,) = parse_cases(trial.smallest, source=trial.id, stem=trial.id)
     data = to_chosen_data(scenario)
-    # The table's key names the case; a description of the drawn case no longer applies.
+    # The table's key names the case, and a drawn case's description no longer applies.
     return {name: value for name, value in data.items() if name not in ("name", "description")}
 
 

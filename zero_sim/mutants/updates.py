@@ -1,4 +1,4 @@
-"""Faults of the step: norm, clipping, overflow, optimizer state, dtypes and fp8 scales."""
+"""Faults in the step: norm, clipping, overflow, optimizer state, dtypes and fp8 scales."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def padding_in_the_zero_count(patch: Patches) -> None:
 
 @mutant("M73", "NORM", "CL", seen_in="DeepSpeed#5150", core=True)
 def greater_for_lesser(patch: Patches) -> None:
-    """The clip coefficient is the greater of 1 and bound over norm."""
+    """The clip coefficient is the maximum of 1 and bound over norm, not the minimum."""
     patch[norm.clip_by_norm_, "torch.minimum"] = "torch.maximum"
 
 
@@ -44,8 +44,8 @@ def only_what_counts_is_clipped(patch: Patches) -> None:
 
 @mutant("M77", "NORM", "CL", seen_in="class NORM")
 def norm_before_the_mean(patch: Patches) -> None:
-    """The norm is that of the sum, taken before the division."""
-    # A division before the sum already gives the norm of the mean.
+    """The norm is taken before the division."""
+    # If the division comes before the sum, the norm is right.
     patch[DistributedOptimizer._agree_on, "root_of_squares(measured[0])"] = """
         ... * (self.ddp.divisor if self.ddp.config.divide == "post" else 1)"""
 
@@ -66,7 +66,7 @@ def replicas_counted_each(patch: Patches) -> None:
 @mutant("N02", "NORM", "", seen_in="Megatron-LM#3478")
 def squares_summed_in_fp32(patch: Patches) -> None:
     """Sums of squares are rounded to fp32 before they are exchanged."""
-    # fp32 keeps 24 of the 53 significant bits of fp64.
+    # fp32 keeps 24 of fp64's 53 significant bits.
     patch[norm.measure_grads, "dtype=torch.float64, device=device)"] = """
         dtype=torch.float32, device=device).to(torch.float64)"""
 
@@ -85,13 +85,13 @@ def clamped_on_one_side(patch: Patches) -> None:
 
 @mutant("N05", "NORM", "", seen_in="torchtitan#2318")
 def norm_of_one_part(patch: Patches) -> None:
-    """The norm omits the other parts of a split model."""
+    """The norm omits a split model's other parts."""
     patch[DistributedOptimizer._agree_on, "self.seams.model_parallel_group is not None"] = "False"
 
 
 @mutant("N06", "NORM", "ME", seen_in="Megatron-LM#5916")
 def experts_left_out_of_the_norm(patch: Patches) -> None:
-    """The norm counts experts only on the first rank, although each rank holds others."""
+    """The norm counts experts only on the first rank, although other ranks hold other experts."""
     patch[Holders.is_first_copy, "replicas ="] = """
         if kind != "dense" and self.dense.group.rank() > 0:
             return False
@@ -100,14 +100,14 @@ def experts_left_out_of_the_norm(patch: Patches) -> None:
 
 @mutant("N07", "NORM", "", seen_in="Megatron-LM#3478")
 def shared_params_counted_in_each_part(patch: Patches) -> None:
-    """Params shared by several parts of a model are counted in each part."""
+    """The norm counts params that several parts of a model share in each part."""
     patch[own.is_counted, "not is_copy and"] = "True or"
 
 
 @mutant("N08", "NORM", "", seen_in="fairscale#517")
 def norms_added(patch: Patches) -> None:
     """Ranks add norms instead of squares."""
-    # The sums are those of norms, and no root is taken.
+    # Sum norms, and take no root.
     patch[norm.measure_grads, "tensor([squares"] = "tensor([math.sqrt(squares)"
     patch[norm.root_of_squares, ".sqrt()"] = ""
 
@@ -115,13 +115,13 @@ def norms_added(patch: Patches) -> None:
 @mutant("M81", "INF", "IN AS", seen_in="PyTorch#115710", kill="race")
 def overflow_read_too_early(patch: Patches) -> None:
     """The overflow flag is read before its reduction has completed."""
-    # The reduction is issued asynchronously and its handle dropped.
+    # Issue the reduction asynchronously and drop its handle.
     patch[DistributedOptimizer._agree_on, "group=self.ddp.group"] = "..., async_op=True"
 
 
 @mutant("M83", "INF", "IN S2", seen_in="Megatron-LM 33111c9c9a")
 def gather_lost_with_a_skipped_step(patch: Patches) -> None:
-    """A skipped step marks the gathers as done, so the next step's are omitted."""
+    """A skipped step marks the gathers as done, so the next step omits its gathers."""
     # `_after_a_skip` passes the mark to the next step.
     patch[DistributedOptimizer.step, "self.ddp.start_param_gather()"] = """
         if not getattr(self, "_after_a_skip", False):
@@ -133,8 +133,8 @@ def gather_lost_with_a_skipped_step(patch: Patches) -> None:
 
 @mutant("I01", "INF", "IN", seen_in="DeepSpeed#7580", core=True)
 def overflow_not_shared(patch: Patches) -> None:
-    """Each rank skips by its own overflow count."""
-    # The count is taken before the sum.
+    """Each rank decides by its own overflow count to skip the step."""
+    # Take the count before the sum.
     patch[DistributedOptimizer._agree_on, "all_reduce_sum(measured, group=self.ddp.group)"] = """
         own_count = measured[2].item()
         ..."""
@@ -144,7 +144,7 @@ def overflow_not_shared(patch: Patches) -> None:
 @mutant("I02", "INF", "IN", seen_in="class INF")
 def nan_is_no_overflow(patch: Patches) -> None:
     """Only infinities count as an overflow; NaN does not."""
-    # A NaN makes the sum of squares NaN, which is not infinite.
+    # With a NaN, the sum of squares is NaN, which is not infinite.
     patch[norm.measure_grads, "not math.isfinite(squares)"] = "math.isinf(squares)"
 
 
@@ -156,8 +156,8 @@ def scale_never_shrinks(patch: Patches) -> None:
 
 @mutant("I04", "INF", "IN S2", seen_in="class INF")
 def good_steps_survive_a_skip(patch: Patches) -> None:
-    """An overflow does not reset the count of good steps."""
-    # Without the reset, the next growth of the scale comes too early.
+    """An overflow does not reset the good step count."""
+    # Without the reset, the scale grows too early.
     patch[LossScaler.update, "self.good_steps = 0\nreturn"] = "return"
 
 
@@ -176,7 +176,7 @@ def overflow_steps_all_the_same(patch: Patches) -> None:
 @mutant("I07", "INF", "IN", seen_in="DeepSpeed#7580")
 def overflow_unseen_in_other_parts(patch: Patches) -> None:
     """An overflow in one part of a split model is not shared with the other parts."""
-    # The count is taken before the sum over the parts.
+    # Take the count before the sum over the parts.
     patch[DistributedOptimizer._agree_on, "if self.seams.model_parallel_group is not None:"] = """
         own_count = measured[2].item()
         ..."""
@@ -185,8 +185,8 @@ def overflow_unseen_in_other_parts(patch: Patches) -> None:
 
 @mutant("M85", "OPTST", "B2 S2", seen_in="PyTorch#96313")
 def counter_per_bucket(patch: Patches) -> None:
-    """The step counter advances once for each bucket with a fragment of the rank."""
-    # Each bucket after the first adds another count.
+    """The step counter advances once per bucket with a fragment of the rank."""
+    # Buckets after the first add further counts.
     patch[DistributedOptimizer._step_masters, "self._write_back(trained)"] = """
         buckets = {(master.buffer_index, master.fragment.bucket) for master in trained}
         for state in self.inner.state.values():
@@ -197,20 +197,20 @@ def counter_per_bucket(patch: Patches) -> None:
 
 @mutant("M87", "OPTST", "PG SP", seen_in="class OPTST")
 def neighbours_group(patch: Patches) -> None:
-    """A param at the start of a shard gets the settings of the next group."""
+    """A param at a shard's start gets the next group's settings."""
     patch[DistributedOptimizer._build_inner, "group_of(master.fragment.param)"] = """
         (... + (master.fragment.in_shard.start == 0)) % len(leaves)"""
 
 
 @mutant("P01", "OPTST", "PG", seen_in="DeepSpeed#7050", core=True)
 def groups_merged(patch: Patches) -> None:
-    """All params get the settings of the first group."""
+    """All params get the first group's settings."""
     patch[ZeroSimEngine.__init__, "partial(group_index, spec)"] = "(lambda name: 0)"
 
 
 @mutant("P02", "OPTST", "S2", seen_in="nanotron 4cc62ae8")
 def warm_up_compounds(patch: Patches) -> None:
-    """The schedule's factor multiplies the last learning rate, not the initial one."""
+    """The schedule's factor multiplies the last learning rate, not the initial rate."""
     # The factor then compounds from step to step.
     patch[DistributedOptimizer.set_lr_factor, "base_lr * factor"] = 'group["lr"] * factor'
 
@@ -229,8 +229,8 @@ def dummy_step(patch: Patches) -> None:
 
 @mutant("P05", "OPTST", "S2", seen_in="class OPTST")
 def moments_of_the_first_fragment(patch: Patches) -> None:
-    """After a step, a rank's first two neighbouring fragments of equal length exchange state."""
-    # Only fragments of equal length, or the state would not fit.
+    """After a step, the first two neighbouring fragments of equal length exchange state."""
+    # State only fits fragments of equal length.
     patch[DistributedOptimizer._step_masters, "self._write_back(trained)"] = """
         state, leaves = self.inner.state, [master.leaf for master in trained]
         for first, second in zip(leaves, leaves[1:]):
@@ -242,8 +242,8 @@ def moments_of_the_first_fragment(patch: Patches) -> None:
 
 @mutant("M89", "DTYPE", "MX SP", seen_in="Megatron-LM#6336")
 def split_param_not_refreshed(patch: Patches) -> None:
-    """The 16-bit copy of a split param is not refreshed."""
-    # Data shorter than its param is a fragment of a split param.
+    """A split param's 16-bit copy is not refreshed."""
+    # If the data is shorter than the param, the param is split.
     patch[Buffer.write_param_shard, "self._cast.write_("] = """
         if data.numel() < param.numel() and param.dtype is torch.bfloat16:
             return
@@ -252,8 +252,8 @@ def split_param_not_refreshed(patch: Patches) -> None:
 
 @mutant("M91", "DTYPE", "MX B2", seen_in="DeepSpeed#8073")
 def gathered_in_the_first_dtype(patch: Patches) -> None:
-    """All buffers are gathered in the dtype of the first one."""
-    # fp8 params have one byte and a scale, so only wider dtypes are rounded.
+    """All buffers are gathered in the first buffer's dtype."""
+    # fp8 params have a scale, so only round wider dtypes.
     patch[DistributedDataParallel.finish_param_gather, "self.param_schedule.finish()"] = """
         ...
         first = self.buffers[0].param_data
@@ -264,7 +264,7 @@ def gathered_in_the_first_dtype(patch: Patches) -> None:
 
 @mutant("D01", "DTYPE", "MX", seen_in="PyTorch/XLA#6857", core=True)
 def masters_in_low_precision(patch: Patches) -> None:
-    """Masters are rounded to the dtype of their params after every step."""
+    """Masters are rounded to their params' dtype after every step."""
     patch[DistributedOptimizer._write_back, "master.leaf.grad = None"] = """
         if master.param.element_size() == 2:
             master.leaf.copy_(master.leaf.to(master.param.dtype))
@@ -274,7 +274,7 @@ def masters_in_low_precision(patch: Patches) -> None:
 @mutant("D02", "DTYPE", "MX", seen_in="DeepSpeed#4540")
 def truncated(patch: Patches) -> None:
     """Masters are truncated, not rounded, to bf16 params."""
-    # A bf16 number is the upper half of an fp32 one, so masking the lower 16 bits truncates.
+    # bf16 is the upper half of fp32, so masking the lower 16 bits truncates.
     patch[Buffer.write_param_shard, "self._cast.write_("] = """
         if param.dtype is torch.bfloat16:
             data = (data.contiguous().view(torch.int32) & -0x10000).view(torch.float32)
@@ -283,7 +283,7 @@ def truncated(patch: Patches) -> None:
 
 @mutant("D03", "DTYPE", "MX GA", seen_in="class DTYPE")
 def accumulated_in_low_precision(patch: Patches) -> None:
-    """The fp32 gradient buffer is rounded to the dtype of its params after every micro-batch."""
+    """The fp32 gradient buffer is rounded to the param dtype after every micro-batch."""
     patch[AtEnd.take, "unit.add_grad(memory, param.grad.detach())"] = """
         ...
         memory.main_grad.copy_(memory.main_grad.to(param.grad.dtype))"""
@@ -291,14 +291,14 @@ def accumulated_in_low_precision(patch: Patches) -> None:
 
 @mutant("D04", "DTYPE", "SP", seen_in="class DTYPE")
 def scale_of_the_own_part(patch: Patches) -> None:
-    """The scale of an fp8 param covers only the rank's own fragment."""
+    """An fp8 param's scale covers only the rank's own fragment."""
     patch[ScaleUpdate.run, "self._group is not None"] = "False"
 
 
 @mutant("D05", "DTYPE", "MX", seen_in="DeepSpeed#4540")
 def gradients_rounded_on_the_way_in(patch: Patches) -> None:
     """The reduced gradient is rounded to bf16 before it reaches the optimizer."""
-    # bf16 keeps 8 of the 24 significant bits of fp32.
+    # bf16 keeps 8 of fp32's 24 significant bits.
     patch[DistributedOptimizer._upcast_grad, "return grad"] = (
         "....to(torch.bfloat16).to(grad.dtype)"
     )
@@ -312,13 +312,13 @@ def nothing_stepped(patch: Patches) -> None:
 
 @mutant("D07", "DTYPE", "", seen_in="class DTYPE")
 def scale_never_updated(patch: Patches) -> None:
-    """The scale of an fp8 param keeps its initial value."""
+    """An fp8 param's scale keeps its initial value."""
     patch[ScaleUpdate.run, "if not self._scales:"] = "if True:"
 
 
 @mutant("D08", "DTYPE", "K SP", seen_in="class DTYPE")
 def greatest_over_the_copies(patch: Patches) -> None:
-    """The greatest magnitude of an fp8 param is exchanged over the replica group."""
+    """An fp8 param's greatest magnitude is exchanged over the replica group."""
     patch[Fp8Cast.prepare, "self._holders.owners_of(kind)"] = """
         self._holders.groups_of(kind).replica_group or ..."""
 
@@ -337,5 +337,5 @@ def stale_scale_on_odd_ranks(patch: Patches) -> None:
 
 @mutant("D12", "DTYPE", "", seen_in="class DTYPE")
 def values_of_another_scale(patch: Patches) -> None:
-    """Values of fp8 params are rounded for twice the stored scale."""
+    """fp8 values are rounded for twice the stored scale."""
     patch[Fp8Cast.write_, "quantize_(working, master"] = "... / 2"

@@ -1,4 +1,4 @@
-"""Faults of optimizers that need unsharded params, such as Muon and LAMB."""
+"""Faults in optimizers that need unsharded params, such as Muon and LAMB."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from zero_sim.zero.variants import whole_params
 
 @mutant("U01", "LAYOUT", "SP", seen_in="class LAYOUT", core=True)
 def own_part_from_the_start(patch: Patches) -> None:
-    """Each owner takes the first elements of an unsharded update instead of its own."""
+    """Each owner takes the first elements of an unsharded update instead of its own elements."""
     patch[whole_params._of_param, "slice(own.start, own.stop)"] = "slice(0, own.numel)"
 
 
 @mutant("U02", "OPTST", "SP", seen_in="class OPTST", kill="volume")
 def part_taken_for_the_whole(patch: Patches) -> None:
-    """Each owner orthogonalizes its shard, or takes its norm, as if it were the unsharded param."""
-    # `whole_of` keeps its default, which treats each leaf as an unsharded param.
+    """Owners orthogonalize a shard, or take its norm, as if it were the unsharded param."""
+    # The default `whole_of` treats each leaf as an unsharded param.
     patch[whole_params._attach, "inner.whole_of ="] = "_ ="
 
 
@@ -38,7 +38,7 @@ def one_iteration_less(patch: Patches) -> None:
 
 @mutant("U06", "SCALE", seen_in="class SCALE")
 def scaled_by_the_other_side(patch: Patches) -> None:
-    """A matrix is scaled by columns over rows."""
+    """A matrix is scaled by columns over rows instead of rows over columns."""
     patch[whole_params.orthogonalized, "rows / columns"] = "columns / rows"
 
 
@@ -51,7 +51,7 @@ def transposed_for_good(patch: Patches) -> None:
 
 @mutant("U08", "DTYPE", "SP", seen_in="class DTYPE")
 def gathered_in_16_bits(patch: Patches) -> None:
-    """Tensors gathered for updates of unsharded params travel in bf16."""
+    """Tensors that are gathered for unsharded updates travel in bf16."""
     patch[whole_params._whole_of, "whole_of_unit(unit, shard)"] = (
         "whole_of_unit(unit, shard.bfloat16()).float()"
     )
@@ -65,7 +65,7 @@ def whole_of_the_first_param(patch: Patches) -> None:
 
 @mutant("U10", "OPTST", "PG", seen_in="class OPTST")
 def first_group_for_all(patch: Patches) -> None:
-    """All params use the settings of the first param group."""
+    """All params use the first param group's settings."""
     patch[whole_params._groups_of, "leaf: group"] = "leaf: optimizer.param_groups[0]"
 
 

@@ -1,4 +1,4 @@
-"""Faults of a wrapped module: ranks that join without data, and unwrapping."""
+"""Faults in a wrapped module: ranks that join without data, and unwrapping."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def param_stays_a_view(patch: Patches) -> None:
 
 @mutant("K03", "ALIAS", "Z3", seen_in="class ALIAS")
 def sharded_params_stay_away(patch: Patches) -> None:
-    """The placeholder of a sharded param is returned instead of the param."""
+    """Unwrapping returns a sharded param's placeholder instead of the param."""
     patch[DistributedDataParallel.unwrap, "param.data = whole[name]"] = """
         if not self.config.sharding.params:
             ..."""
@@ -38,14 +38,14 @@ def sharded_params_stay_away(patch: Patches) -> None:
 
 @mutant("K04", "ALIAS", "", seen_in="class ALIAS")
 def main_grad_stays(patch: Patches) -> None:
-    """Unwrapped params keep the gradients of their last step."""
+    """Unwrapped params keep their last step's gradients."""
     patch[DistributedDataParallel.unwrap, 'vars(param).pop("main_grad", None)'] = "pass"
 
 
 @mutant("K05", "ALIAS", "", seen_in="class ALIAS")
 def values_of_another_param(patch: Patches) -> None:
-    """Unwrapped params of one shape exchange their values."""
-    # A param without others of its shape keeps its value.
+    """Unwrapped params with the same shape exchange values."""
+    # Params with a unique shape keep their values.
     patch[DistributedDataParallel.unwrap, "param.data = whole[name]"] = """
         kind = param.shape, param.dtype
         alike = [other for other, each in whole.items() if (each.shape, each.dtype) == kind]
@@ -61,7 +61,7 @@ def _note_offloading(patch: Patches) -> None:
 @mutant("K06", "OPTST", "", seen_in="class OPTST")
 def offloaded_step_is_not_copied_back(patch: Patches) -> None:
     """A param with an offloaded master keeps its value from before the step."""
-    # Only the first trained param, so that the rest of the step is right.
+    # Only for the first trained param, so that the rest of the step is right.
     _note_offloading(patch)
     patch[DistributedOptimizer._write_back, "master.buffer.write_param_shard("] = """
         if not self._is_offloaded or master is not trained[0]:
@@ -70,7 +70,7 @@ def offloaded_step_is_not_copied_back(patch: Patches) -> None:
 
 @mutant("K07", "OPTST", "", seen_in="class OPTST")
 def offloaded_masters_are_rounded(patch: Patches) -> None:
-    """Offloaded masters are rounded to the dtype of their working params after a step."""
+    """Offloaded masters are rounded to the working params' dtype after a step."""
     _note_offloading(patch)
     patch[DistributedOptimizer._write_back, "master.leaf.grad = None"] = """
         if self._is_offloaded and master.param.dtype.itemsize > 1:
@@ -80,7 +80,7 @@ def offloaded_masters_are_rounded(patch: Patches) -> None:
 
 @mutant("K11", "ACCUM", "GA", seen_in="class ACCUM", core=True)
 def joins_with_gradients_of_the_last_step(patch: Patches) -> None:
-    """A rank that joins contributes its gradients of the previous step."""
+    """A rank that joins contributes its previous step's gradients."""
     # Copies, because the next line resets the gradients.
     patch[DistributedDataParallel.zero_grad_buffer, "self.grad_schedule.reset()"] = """
         memories = [each for buffer in self.buffers for each in buffer.memory.values()]
@@ -96,14 +96,14 @@ def joins_with_gradients_of_the_last_step(patch: Patches) -> None:
 
 @mutant("K12", "SCALE", "GA", seen_in="class SCALE", core=True)
 def joined_ranks_count_as_full(patch: Patches) -> None:
-    """Micro-batches without data count in the divisor of gradients."""
+    """Micro-batches without data count in the gradient divisor."""
     patch[UnevenStepCount.join, "self._joined += 1"] = "pass"
 
 
 @mutant("K13", "ACCUM", "GA", seen_in="class ACCUM")
 def joined_ranks_lose_what_they_accumulated(patch: Patches) -> None:
     """Gradients that a rank accumulated before it joins are zeroed."""
-    # Zeroed after the rank has joined, so its count stays right.
+    # Zero them after the rank has joined, so that its count stays right.
     patch[join_micro_batch, "ddp.step_count.join()"] = """
         ...
         for memory in (each for buffer in ddp.buffers for each in buffer.memory.values()):
@@ -113,15 +113,15 @@ def joined_ranks_lose_what_they_accumulated(patch: Patches) -> None:
 
 @mutant("K14", "ORDER", "GA Z3", seen_in="class ORDER", kill="contract")
 def joined_ranks_gather_for_backward_alone(patch: Patches) -> None:
-    """A rank that joins takes no part in the gathers of other ranks' forwards."""
-    # No forward of the others is repeated.
+    """A rank that joins skips the gathers of other ranks' forwards."""
+    # Repeat no forward of other ranks.
     patch[RepeatableOnUse.repeat_forward, "in self._last_calls"] = "in ()"
 
 
 @mutant("K15", "ORDER", "GA", seen_in="class ORDER", kill="contract")
 def joined_ranks_stay_away(patch: Patches) -> None:
-    """A rank without data takes no part in the sums of a micro-batch."""
-    # The last micro-batch stays right, because all ranks must meet in its sum.
+    """A rank without data skips a micro-batch's sums."""
+    # Keep the last micro-batch right, because all ranks must meet in its sum.
     patch[join_micro_batch, "ddp.finish_param_gather()"] = """
         if not last and ddp.config.sync == "every":
             ddp.step_count.end_micro_batch(last=last)
