@@ -39,7 +39,7 @@ _TOO_FEW_RANKS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgainstOptions:
-    """Options of the comparison with another run of the script."""
+    """Options for comparing a script with another run."""
 
     against: str | None = option(
         "--against",
@@ -103,7 +103,7 @@ def judge_script(
         settings: World of the judged run.
         seed: Seed of all runs.
         words: Script and arguments, with `-m` before a module.
-        allowed_drift: Patterns for names of tensors that may differ among ranks.
+        allowed_drift: Name patterns of tensors that may differ among ranks.
     """
     from zero_sim.against.account import account_of
     from zero_sim.against.precision import measure_precision
@@ -204,7 +204,6 @@ def _write_bundle(
     *,
     by_rank: bool,
 ) -> str:
-    """Write a bundle and return its id."""
     from zero_sim.against.bundles import ScriptBundle, write_script_bundle
 
     bundle = ScriptBundle(

@@ -29,8 +29,7 @@ def bench(*, only: str, history: Path | None, check: bool, as_json: bool) -> int
     """Measure the speed and memory of zero-sim on this machine.
 
     Goals are printed next to the figures; a missed goal is not a failure. Times are CPU times of
-    all processes. The two sides of a ratio are measured in turns, so that the ratio holds on a busy
-    machine.
+    all processes. The two sides of a ratio are measured in turns, so ratios hold on a busy machine.
 
     \b
     Examples:

@@ -300,7 +300,7 @@ def _models(
 def _with_settings(model: Model, asked: _Asked, system: _SystemAsked) -> Model:
     from zero_sim.calculators.state import check_name
 
-    # Options that the user gave replace settings of the model.
+    # Only given options replace settings of the model.
     scenario = model.scenario
     if asked.optimizer is not None:
         name = check_name(asked.optimizer)

@@ -25,7 +25,6 @@ DEFAULT_SECONDS = 60.0
 
 
 def _resume_command(plan: Plan) -> str:
-    """Return the command that resumes a campaign."""
     words = ["--corpus", str(plan.corpus)]
     for option, value, default in (
         ("--target", plan.head.target, "zero_sim"),

@@ -234,7 +234,6 @@ def _shipped_scenarios() -> Path:
 
 
 def _open_judge(cases: Sequence[Scenario], session: Session) -> AbstractContextManager[Judge]:
-    """Return a judge for the cases."""
     with packages_needed():
         from zero_sim.rules.judging import EXPLAINER
         from zero_sim.run import judges
@@ -517,7 +516,6 @@ def doctor(
 
 
 def _visit(report: Path, *, only: Sequence[str]) -> int:
-    """Run `doctor --gpu` and return the exit status."""
     with packages_needed():
         from zero_sim.visit import Step, bundles_of, visit
 

@@ -33,7 +33,7 @@ def a_number(_: click.Context, option: click.Parameter, value: float | None) -> 
     return value
 
 
-# Options of several commands, defined once so that their help texts agree.
+# Options of several commands. Defined once, so their help texts agree.
 FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
 BUNDLES: dict[str, Any] = {
@@ -80,7 +80,7 @@ def option(*names: str, **settings: Any) -> Any:
 
 
 def takes(record: type[Any], name: str) -> Callable[[Command], Command]:
-    """Return a decorator that passes a record of options to a command.
+    """Return a decorator that passes options to a command as a record.
 
     Args:
         record: Dataclass with a field made by `option` for each option.

@@ -91,8 +91,6 @@ class Outputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Judged:
-    """Result of one case."""
-
     result: CaseResult
     source: dict[str, str | None]
     """Scenario file, command that runs only this case, and bundle id."""
@@ -158,11 +156,11 @@ class Session:
         return None if none else self.outputs.bundles
 
     def _cover(self, cases: Sequence[Case]) -> list[Case]:
-        """Return a subset of the cases that covers each file, feature and pair of features."""
+        """Return a subset that covers each file, feature and feature pair."""
         with packages_needed():
             from zero_sim.fuzz.coverage import covering
         asked = [self.asked.as_asked(case.scenario) for case in cases]
-        # The label is the file, so that each file keeps at least one case.
+        # With the file as label, each file keeps at least one case.
         chosen = covering(asked, labels=[str(case.source) for case in cases])
         self.passed_over[_COVERED] += len(cases) - len(chosen)
         return [cases[index] for index in chosen]
@@ -268,7 +266,7 @@ class Session:
         self.statuses.append(status)
         if not self.outputs.as_json and (self._shows_each or result.verdict != "pass"):
             self._end_row()
-            # All ids of a run share one column.
+            # All ids of a run share a column.
             width = id_width(case.id for case in self.selected)
             with_notes = self.outputs.verbose or len(self.selected) == 1
             columns = columns_of(sys.stdout)

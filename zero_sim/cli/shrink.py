@@ -136,8 +136,6 @@ def shrink(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Done:
-    """Result of the command."""
-
     scenario: Scenario
     """Original case."""
     result: CaseResult

@@ -107,8 +107,6 @@ def run_batch(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _System:
-    """System under test."""
-
     target: Target
     pool: WorldPool
     device: str
@@ -140,8 +138,6 @@ class _System:
 
 
 class _Failed(NamedTuple):
-    """A case with a finding."""
-
     case: int
     scenario: Scenario
     key: Key
@@ -151,8 +147,6 @@ class _Failed(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class _Findings:
-    """Findings of a batch."""
-
     job: Job
     system: _System
     render: Render
@@ -281,8 +275,6 @@ class _Findings:
 
 @dataclass(kw_only=True, slots=True)
 class _Batch:
-    """Running batch."""
-
     job: Job
     system: _System
     cases_from: Drawable[Scenario]

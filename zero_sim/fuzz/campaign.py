@@ -53,7 +53,7 @@ class Plan:
         return self.corpus / "bundles"
 
     def batches(self) -> Iterator[tuple[int, int]]:
-        """Yield index in the campaign and number of cases of this shard's batches, in order."""
+        """Yield this shard's batches in order: index in the campaign, number of cases."""
         # Shards take batches in turn, because the number of batches may be unknown.
         number, count = self.head.shard
         index = number - 1
@@ -127,8 +127,6 @@ def run_campaign(
 
 @dataclass(kw_only=True, slots=True)
 class _Run:
-    """Running campaign."""
-
     plan: Plan
     pool: Pool
     render: Render

@@ -52,7 +52,7 @@ class Shrinking:
         return self.draw(st.integers(least, most))
 
     def among(self, values: Sequence[Value]) -> Value:
-        """Return one of the values, of which there is at least one."""
+        """Return one of the values. There must be at least one."""
         return self.draw(st.sampled_from(values))
 
     def of(self, strategy: st.SearchStrategy[Value]) -> Value:

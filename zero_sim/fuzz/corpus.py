@@ -312,7 +312,6 @@ def _transaction(database: sqlite3.Connection, path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _errors_told(path: Path) -> Iterator[None]:
-    """Convert SQLite's errors to ours."""
     try:
         yield
     except sqlite3.Error as error:

@@ -46,7 +46,7 @@ class Outlook:
 
 @dataclass(kw_only=True, slots=True)
 class Coverage:
-    """Number of cases by feature and by pair of features."""
+    """Numbers of cases by feature and by feature pair."""
 
     cases: int = 0
     """Number of cases."""
@@ -147,7 +147,7 @@ def note_features(cases_with: dict[str, int], features: Collection[str], *, case
         features: Features from `features_of`.
         case: Index of the case in the batch.
     """
-    # Bit masks of a batch take a few kilobytes, and `&` gives the cases with both of two features.
+    # A batch's bit masks take a few kilobytes, and `&` gives the cases with two features.
     for name in features:
         cases_with[name] = cases_with.get(name, 0) | 1 << case
 

@@ -29,7 +29,7 @@ _OWN_MODELS = "model.name=own:"
 _ASSERTED = ("faults", "expect", "pair", "system.target")
 # Cache sizes, bounded because names may come from a forged file.
 _NAMES_KEPT, _PAIRS_KEPT = 1 << 10, 1 << 15
-# Fields of `Capabilities` with a setting's supported values, by path of the setting.
+# Fields of `Capabilities` with supported values, by setting.
 _CAPABLE = {
     "model.name": "models",
     "model.dtype": "dtypes",
@@ -59,7 +59,7 @@ def features_of(scenario: Scenario) -> frozenset[str]:
 
 
 def features_for(able: Capabilities) -> tuple[str, ...]:
-    """Return the names of all features that a target's cases can have, in order of fields.
+    """Return all features that a target's cases can have, in field order.
 
     The target's own options are not included.
 
@@ -71,7 +71,7 @@ def features_for(able: Capabilities) -> tuple[str, ...]:
 
 @cache
 def every_feature() -> tuple[str, ...]:
-    """Return the names of all features that a case can have, in order of fields."""
+    """Return all features that a case can have, in field order."""
     return (*_within(Scenario, ""), *(LAYOUT + name for name in FEATURES))
 
 
@@ -88,14 +88,14 @@ def setting_of(feature: str) -> str:
 
 @lru_cache(maxsize=_PAIRS_KEPT)
 def may_meet(one: str, other: str) -> bool:
-    """Return False for two features of the same setting, or of a table and its field."""
+    """Return False if two features have the same setting, or are a table and its field."""
     # If a path contains the other, the shorter path is the table.
     first, second = sorted((setting_of(one), setting_of(other)), key=len)
     return first != second and not second.startswith(f"{first}.")
 
 
 def _within(record: type, prefix: str) -> Iterator[str]:
-    """Yield the features of a record and of records in it."""
+    """Yield the features of a record, including nested records."""
     types = fields_of(record)
     for column in dataclasses.fields(record):
         path, expected = prefix + column.name, types[column.name]
@@ -114,7 +114,6 @@ def _within(record: type, prefix: str) -> Iterator[str]:
 
 
 def _values(path: str, expected: object, *, default: object) -> Iterator[str]:
-    """Yield the features of a setting."""
     choices = choices_of(expected) or ((True, False) if expected is bool else ())
     if not choices:
         yield path

@@ -21,7 +21,7 @@ BATCH_CASES = 50
 # Full families per batch. The end of the batch may cut the last family short.
 _FAMILIES = 8
 SHARDS_MAX = 1_000_000
-"""Maximum number of shards, so that a forged corpus has no endless list of missing shards."""
+"""Maximum number of shards. Bounds the list of missing shards in a forged corpus."""
 _SEED_BYTES = 8
 # SQLite's largest integer.
 _ROW_NUMBER_MAX = 2**63 - 1
@@ -164,7 +164,7 @@ class Job:
 
 @dataclass(kw_only=True, slots=True)
 class Counts:
-    """Counts of a batch, or of a campaign so far."""
+    """Counts of a batch or campaign."""
 
     cases: _RowNumber = 0
     """Judged cases, without cases judged for shrinking."""
@@ -282,7 +282,7 @@ def _untitled(scenario: str) -> str:
 
 
 def batch_cases(family: int) -> int:
-    """Return the number of cases per batch for families of at most `family` members."""
+    """Return the number of cases per batch for a maximum family size."""
     return BATCH_CASES if family == 1 else max(BATCH_CASES, _FAMILIES * family)
 
 

@@ -1,4 +1,4 @@
-"""Sizes and shapes of params near the edges of a partition."""
+"""Param sizes and shapes near the edges of a partition."""
 
 from __future__ import annotations
 

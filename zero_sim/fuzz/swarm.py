@@ -5,9 +5,9 @@ every case has a little of everything, neither kind is found (Groce et al., Swar
 2012).
 
 [Note: themes]
-If each feature is in 40 % of the cases, a combination of five is in 1 %, and in 0.1 % if it also
-needs a certain model and number of ranks. A case with a theme has nearly all of the theme's
-features, and other features as often as any case.
+If each feature is in 40 % of the cases, a combination of five features is in 1 %. If it also needs
+a certain model and number of ranks, it is in 0.1 %. A case with a theme has nearly all of the
+theme's features, and other features as often as any case.
 """
 
 from __future__ import annotations

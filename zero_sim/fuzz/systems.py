@@ -42,7 +42,7 @@ def shares(model: ModelSpec, ranks: int, *, swarm: Swarm) -> list[int]:
 
     Args:
         model: The model.
-        ranks: Number of ranks of a dp-cp group.
+        ranks: Size of a dp-cp group.
         swarm: Features of the case.
     """
     if model.name != "moe" or not swarm.follows("topology.ep"):
@@ -169,7 +169,6 @@ def drawn_system(
 
 
 def _copies(choices: Choices, ranks: int, *, fits: bool, swarm: Swarm) -> int:
-    """Draw the number of replicas."""
     # Fewer replicas than ranks are more frequent: then groups within and between replicas both have
     # several ranks, so that a system may confuse them.
     counts = divisors(ranks)[1:] if fits else []

@@ -155,7 +155,7 @@ def reciprocal_not_rounded(patch: Patches) -> None:
 
 @mutant("S03", "SCALE", "NP", seen_in="Megatron-LM#5956", core=True)
 def reciprocal_for_a_quotient(patch: Patches) -> None:
-    """The mean multiplies by the rounded reciprocal of the count instead of dividing."""
+    """The mean multiplies by the count's rounded reciprocal instead of dividing."""
     patch[DistributedOptimizer._upcast_grad, "divide_(grad, divisor="] = """
         (lambda divisor: grad.mul_(divisor.reciprocal()))(divisor="""
 
@@ -205,6 +205,7 @@ def only_the_first_micro_batch(patch: Patches) -> None:
 @mutant("M39", "ACCUM", "GA DR", seen_in="FunASR#3472", core=True)
 def synchronised_at_the_first(patch: Patches) -> None:
     """Gradients are summed over ranks after the first micro-batch instead of the last."""
+    # Only if backward itself sums nothing, and no division must come before the sum.
     patch[DistributedDataParallel.end_micro_batch, "self._sum_over_ranks()"] = """
         if not at_first:
             ..."""

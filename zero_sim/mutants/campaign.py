@@ -1,12 +1,12 @@
 """Campaigns: drawn cases against a broken system, until a case finds the fault.
 
-[Note: order of the cases of a hunt]
-The slowest mutants need rare features. Drawing a case takes 1 % of the time of judging it. So if a
-case lacks features of the mutant's smallest recorded case, it is judged last, after the whole
-budget is drawn. The result is as strong as in the drawn order: the reported number of cases is the
-position in the drawn series, and a survivor has survived every case. Of 352 mutants hunted both
-ways, the same case finds 304, and a later case finds 48. All 377 mutants take 9,056 drawn cases, of
-which 1,265 are judged, in a quarter of the time.
+[Note: case order in a hunt]
+The slowest mutants need rare features. Drawing a case takes 1 % of its judging time. So if a case
+lacks features of the mutant's smallest recorded case, it is judged last, after the whole budget is
+drawn. The result is as strong as in the drawn order: the reported number of cases is the position
+in the drawn series, and a survivor has survived every case. Of 352 mutants hunted both ways, the
+same case finds 304, and a later case finds 48. All 377 mutants take 9,056 drawn cases, of which
+1,265 are judged, in a quarter of the time.
 """
 
 from __future__ import annotations
@@ -68,8 +68,6 @@ class Budget:
 
 @dataclass(slots=True)
 class _Hunt:
-    """Running hunt."""
-
     pool: WorldPool
     drawn: Iterator[Scenario]
     needs: Needs = NOTHING
@@ -82,7 +80,7 @@ class _Hunt:
     place: int = 0
     """Position, from 1, of the case that found the mutant."""
     lacking: deque[tuple[int, Scenario]] = field(default_factory=deque)
-    """Positions and cases to judge last; see [Note: order of the cases of a hunt]."""
+    """Positions and cases to judge last; see [Note: case order in a hunt]."""
 
     def search(self, *, cases_max: int) -> None:
         """Draw cases until the mutant is found or `cases_max` cases are judged."""

@@ -64,6 +64,7 @@ def groups_by_position(patch: Patches) -> None:
 @mutant("M103", "CKPT", "CK K", seen_in="nanotron 013a153c")
 def state_of_copies_not_restored(patch: Patches) -> None:
     """Ranks outside the first shard group start without optimizer state."""
+    # Drop the state after the load, so that the load itself runs as usual.
     patch[_commit_optimizer, "scaler = optimizer.loss_scaler"] = """
         for master in optimizer.masters:
             if not optimizer.ddp.holders.is_first_copy(master.buffer.plan.key.kind):

@@ -89,6 +89,7 @@ def whole_params_kept_over_a_step(patch: Patches) -> None:
 @mutant("W11", "VOLUME", "Z3 IN", seen_in="class VOLUME", kill="volume")
 def gathered_where_a_step_was_skipped(patch: Patches) -> None:
     """After a skipped step all units are gathered and freed again."""
+    # A skipped step changes no params, so only the volume shows the fault.
     patch[DistributedOptimizer.step, "return StepResult("] = """
         for buffer in self.ddp.buffers if skipped else ():
             for unit in buffer.units if buffer.sharding.params else ():
@@ -186,6 +187,7 @@ def odd_ranks_gather_in_reverse(patch: Patches) -> None:
 @mutant("W31", "EMPTY", "Z3 FZ", seen_in="class EMPTY")
 def frozen_units_not_gathered(patch: Patches) -> None:
     """A unit is not gathered if all its params are temporarily frozen."""
+    # Filter both lists: the units that the module needs, and the units to prefetch.
     patch[OnUse._gather, _ALL_ISSUED] = """
         needed, ahead = (
             [unit for unit in units if any(each.param.requires_grad for each in unit.members)]
@@ -206,6 +208,7 @@ def idle_experts_not_gathered(patch: Patches) -> None:
 @mutant("W34", "VOLUME", "Z3", seen_in="class VOLUME", kill="volume", core=True)
 def gathered_after_the_step(patch: Patches) -> None:
     """After a step all units are gathered, as stages 1 and 2 do."""
+    # Free them again, so that only the volume shows the fault.
     patch[OnUse.gather, "self.free_all()"] = """
         ...
         for unit in (unit for buffer in self._gathered for unit in buffer.units):
@@ -326,7 +329,7 @@ def gradients_end_with_the_second_forward(patch: Patches) -> None:
 
 @mutant("W62", "ACCUM", "Z3", seen_in="class ACCUM")
 def counted_for_each_forward(patch: Patches) -> None:
-    """The output gradient of a reentrant checkpoint counts once for each of its forwards."""
+    """A reentrant checkpoint's output gradient counts once per forward."""
     patch[OnUse._watch_again, "on_gradients_of(output, partial(self._before_backward, use))"] = """
         ...
         on_gradients_of(output, lambda grad: grad + grad)"""

@@ -86,7 +86,7 @@ def shard_one_element_short(patch: Patches) -> None:
 
 @mutant("L02", "LAYOUT", "NP", seen_in="DeepSpeed#1422")
 def longer_shards_last(patch: Patches) -> None:
-    """Collectives assume that the last of uneven shards are longer, but the first are."""
+    """With uneven shards, the first are longer, but collectives assume the last."""
     patch[BucketPlan.shard_sizes, "self.partition.sizes"] = "...[::-1]"
 
 
@@ -165,6 +165,7 @@ def tied_gradient_twice(patch: Patches) -> None:
 @mutant("T01", "TIED", "TI", seen_in="DeepSpeed#3033")
 def untied(patch: Patches) -> None:
     """Flattening gives the second name of a tied param separate memory."""
+    # A clone, made before the module's params are collected.
     patch[DistributedDataParallel.__init__, "self.module = module"] = f"""
         ...
         for member in module.modules():
@@ -225,6 +226,7 @@ def state_for_frozen_params(patch: Patches) -> None:
 @mutant("E10", "EMPTY", "FZ", seen_in="class EMPTY")
 def frozen_params_decay(patch: Patches) -> None:
     """Weight decay also shrinks frozen params."""
+    # `params` holds the trained params, so the difference holds the frozen params.
     patch[DistributedOptimizer._step_masters, "self._write_back(trained)"] = """
         ...
         group = self.inner.param_groups[0]
@@ -281,7 +283,7 @@ def owners_of_nothing_do_not_measure(patch: Patches) -> None:
 @mutant("E05", "EMPTY", "FZ", seen_in="DeepSpeed#5216")
 def last_element_of_short_params(patch: Patches) -> None:
     """The gradient of a param with fewer elements than shards is dropped."""
-    # The number of shards is the size of the owners' group.
+    # There are as many shards as owners.
     patch[DistributedDataParallel._accumulate, "self.grad_schedule.take(memory)"] = """
         if self.config.sharding.state and param.numel() < self.holders.owners_of('dense').size():
             param.grad = torch.zeros_like(grad)
@@ -290,7 +292,7 @@ def last_element_of_short_params(patch: Patches) -> None:
 
 @mutant("E06", "EMPTY", "FZ B2", seen_in="DeepSpeed#5216", kill="volume")
 def empty_params_fill_buckets(patch: Patches) -> None:
-    """A param without elements counts as one element of a bucket."""
+    """An empty param counts as one element in its bucket."""
     # `or 1` turns an element count of 0 into 1.
     patch[planner._cut_into_buckets, "held_elems += spec.numel"] = "... or 1"
 

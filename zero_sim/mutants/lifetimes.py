@@ -161,6 +161,7 @@ def reduced_gradient_divided_in_place(patch: Patches) -> None:
 @mutant("Z03", "ALIAS", "S2", seen_in="Megatron-LM#6336")
 def module_sees_the_first_params(patch: Patches) -> None:
     """From the second step on the module's first param is a stale copy."""
+    # After the clone, gathers still write to the buffer, and forward reads the clone.
     patch[DistributedDataParallel.zero_grad_buffer, "self.step_count.reset()"] = """
         ...
         self._steps_begun = self.__dict__.get("_steps_begun", 0) + 1
@@ -172,6 +173,7 @@ def module_sees_the_first_params(patch: Patches) -> None:
 @mutant("Z04", "ALIAS", "S2", seen_in="class ALIAS")
 def main_grad_is_stale(patch: Patches) -> None:
     """From the second step on hooks add to a copy of the gradient buffer."""
+    # A gradient that is added to a copy is lost, so zero it.
     patch[DistributedDataParallel.zero_grad_buffer, "self.step_count.reset()"] = """
         ...
         self._steps_begun = self.__dict__.get("_steps_begun", 0) + 1"""
@@ -304,6 +306,7 @@ def rank_dependent_branch(patch: Patches) -> None:
 @mutant("O03", "ORDER", "K", seen_in="class ORDER", kill="contract")
 def replicas_before_shards(patch: Patches) -> None:
     """On odd ranks, a bucket's two sums are exchanged."""
+    # A stride of -1 reverses the list.
     both = "self._sum_shards(async_op=False)\nself._sum_replicas(async_op=False)"
     patch[Unit.reduce, both] = """
         sums = [self._sum_shards, self._sum_replicas]

@@ -21,7 +21,7 @@ def rows_are_cut(patch: Patches) -> None:
 
 @mutant("Q02", "LAYOUT", "NP", seen_in="class LAYOUT", kill="memory")
 def padded_by_its_first_dim(patch: Patches) -> None:
-    """Shards are padded to a multiple of the number of rows, not of the row length."""
+    """Shards are padded to a multiple of the row count, not the row length."""
     patch[planner._row_elems, "math.prod(shape[1:])"] = "math.prod(shape[:1])"
 
 
@@ -63,6 +63,7 @@ def reduced_to_owners_all_the_same(patch: Patches) -> None:
 @mutant("Q13", "GROUP", "K", seen_in="class GROUP")
 def summed_to_all_ranks_twice(patch: Patches) -> None:
     """With replicas, an all-reduced shard is summed over its replicas twice."""
+    # Edit the units of both `sum_by` settings: all-reduce and first rank.
     patch[Unit._sum_replicas, "return all_reduce_sum("] = """
         if hasattr(self, "sum_all"):
             all_reduce_sum(self.grad_shard, group=self.replica_group, async_op=False)

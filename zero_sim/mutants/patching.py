@@ -107,7 +107,7 @@ class Patches:
         patches.restore()
 
     Attributes:
-        armed: Number of calls of edited code.
+        armed: Calls of edited code.
         outdated: Error that an edited line raised because a name is gone; empty if there was none.
         kept: State between calls. Edits use it as `__mutant__.kept`.
     """

@@ -74,9 +74,7 @@ def sums_summed_again(patch: Patches) -> None:
 
 @mutant("H04", "GROUP", "K Z2", seen_in="class GROUP")
 def groups_exchanged(patch: Patches) -> None:
-    """If replicas and shards are equally many, a unit's shard group and replica group are
-    exchanged.
-    """
+    """If shard group and replica group have equal sizes, a unit's two groups are exchanged."""
     # Groups of different sizes would mismatch in their calls, not in values.
     patch[DistributedDataParallel.__init__, _BUILT_BUFFERS] = """
         for unit in (unit for buffer in self.buffers for unit in buffer.units):
@@ -88,7 +86,7 @@ def groups_exchanged(patch: Patches) -> None:
 
 @mutant("H05", "GROUP", "K Z3", seen_in="class GROUP")
 def gathered_from_the_copies(patch: Patches) -> None:
-    """If replicas and shards are equally many, params are gathered over the replica group."""
+    """If shard group and replica group have equal sizes, params are gathered over the latter."""
     # Groups of different sizes would mismatch in their calls, not in values.
     patch[Unit.collect, "group = self.group"] = """
         group, copies = self.group, self.replica_group
@@ -107,6 +105,7 @@ def gathered_over_all_ranks(patch: Patches) -> None:
 @mutant("H07", "GROUP", "ME Z2", seen_in="Megatron-LM#6080", kill="contract")
 def experts_over_the_dense_block(patch: Patches) -> None:
     """Sharded expert gradients are reduced over the dense params' shard group."""
+    # Replace only the shard group, and only of units whose gradients are sharded.
     patch[DistributedDataParallel.__init__, _BUILT_BUFFERS] = """
         for buffer in self.buffers:
             for unit in buffer.units if buffer.plan.key.kind == "expert" else ():
@@ -122,6 +121,7 @@ def experts_over_the_dense_block(patch: Patches) -> None:
 @mutant("H08", "ASYNC", "AS K Z2", seen_in="DeepSpeed#5545", kill="race")
 def copies_summed_too_early(patch: Patches) -> None:
     """The sum over replicas is issued before the sum over the shard group has completed."""
+    # Wait for the first sum after the second call, so only the order is wrong.
     patch[Unit.chain_reduce, "self._wait_reduce()"] = """
         if self.frees_grads:
             first, self._reducing = self._reducing, self._sum_replicas(async_op=True)
@@ -148,6 +148,7 @@ def copies_sum_whole_units(patch: Patches) -> None:
 @mutant("H10", "GROUP", "K Z3", seen_in="class GROUP")
 def copies_not_written(patch: Patches) -> None:
     """Only the first shard group writes new values to its param shards."""
+    # Rank 0 of a replica group belongs to the first shard group.
     patch[Buffer.write_param_shard, "self._cast.write_("] = """
         unit = memory.unit
         copies = unit.replica_group if unit is not None and unit.frees_params else None

@@ -12,30 +12,59 @@ from zero_sim.mutants.patching import Patches
 from zero_sim.shrink import Size
 
 FaultClass = Literal[
-    "NORM", "CKPT", "ASYNC", "SCALE", "EMPTY", "ACCUM", "BUCKET", "ALIAS",
-    "DTYPE", "OPTST", "LAYOUT", "ORDER", "TIED", "GROUP", "INF", "VOLUME",
-]  # fmt: skip
-"""Class of the fault, most frequent in public bug trackers first: norms and clipping; checkpoints;
-asynchronous lifetimes; divisors; empty params or ranks; accumulation; buckets; stale views; dtypes;
-optimizer state; layout arithmetic; order of collectives; tied params; groups; overflow; cost only.
-"""
+    "NORM",  # Norms and clipping.
+    "CKPT",  # Checkpoints.
+    "ASYNC",  # Asynchronous lifetimes.
+    "SCALE",  # Divisors.
+    "EMPTY",  # Empty params or ranks.
+    "ACCUM",  # Accumulation.
+    "BUCKET",
+    "ALIAS",  # Stale views.
+    "DTYPE",
+    "OPTST",  # Optimizer state.
+    "LAYOUT",  # Layout arithmetic.
+    "ORDER",  # Order of collectives.
+    "TIED",  # Tied params.
+    "GROUP",
+    "INF",  # Overflow.
+    "VOLUME",  # Cost only.
+]
+"""Class of the fault, most frequent in public bug trackers first."""
 
 Flag = Literal[
-    "DR", "S2", "AS", "NP", "PD", "SP", "K", "CK", "GA", "CL",
-    "FZ", "TI", "B2", "PG", "MX", "ME", "IN", "NC", "Z2", "Z3",
-]  # fmt: skip
-"""Feature that a case needs to expose the fault: ranks with different data; two steps; asynchronous
-calls that complete late; uneven division over ranks; padding; a split param; replicas; a
-checkpoint; accumulation; clipping; a frozen, unused or empty param or rank; a tied param; two
-buckets; two param groups; two dtypes; experts; an overflow on one rank; a strided param; sharded
-gradients (stage 2 or 3); sharded params (stage 3).
-"""
+    "DR",  # Ranks with different data.
+    "S2",  # Two steps.
+    "AS",  # Asynchronous calls that complete late.
+    "NP",  # Uneven division over ranks.
+    "PD",  # Padding.
+    "SP",  # A split param.
+    "K",  # Replicas.
+    "CK",  # A checkpoint.
+    "GA",  # Gradient accumulation.
+    "CL",  # Clipping.
+    "FZ",  # A frozen, unused or empty param or rank.
+    "TI",  # A tied param.
+    "B2",  # Two buckets.
+    "PG",  # Two param groups.
+    "MX",  # Two dtypes.
+    "ME",  # Experts.
+    "IN",  # An overflow on one rank.
+    "NC",  # A strided param.
+    "Z2",  # Sharded gradients (stage 2 or 3).
+    "Z3",  # Sharded params (stage 3).
+]
+"""Feature that a case needs to expose the fault."""
 
-Kill = Literal["values", "contract", "race", "volume", "memory", "overlap", "refusal"]
-"""Means of detection: values (a comparison or an invariant); a refused or endless collective, or a
-rank that raises; memory touched in flight; the log of collectives; resident bytes; the degree of
-overlap; or a valid case that the system refuses.
-"""
+Kill = Literal[
+    "values",  # A comparison or an invariant.
+    "contract",  # A refused or endless collective, or a rank that raises.
+    "race",  # Memory touched in flight.
+    "volume",  # The log of collectives.
+    "memory",  # Resident bytes.
+    "overlap",  # The degree of overlap.
+    "refusal",  # The system refuses a valid case.
+]
+"""Means of detection."""
 
 FLAGS: tuple[Flag, ...] = get_args(Flag)
 CLASSES: tuple[FaultClass, ...] = get_args(FaultClass)
@@ -136,14 +165,13 @@ class Trial:
     check: str = ""
     """First check that failed."""
     cases: int = 0
-    """Number of drawn cases, up to the case that found the mutant. All drawn cases for a survivor.
-    """
+    """Number of drawn cases, until the mutant was found or the budget was spent."""
     judged: int = 0
     """Number of judged cases. Cases that lack features of the smallest recorded case come last."""
     seconds: float = 0.0
     """CPU time of judging."""
     armed: int = 0
-    """Number of calls of mutated code."""
+    """Calls of mutated code."""
     size: Size | None = None
     """Size of the smallest case in this hunt; None if nothing was shrunk."""
     minimum: Size | None = None

@@ -92,6 +92,7 @@ def units_reduced_twice(patch: Patches) -> None:
 @mutant("R09", "ACCUM", "Z2", seen_in="class ACCUM", core=True)
 def sum_added_twice(patch: Patches) -> None:
     """The last unit's sum is added twice."""
+    # Doubling the total equals a second addition if the step has a single sum.
     patch[UnderBackward.finish, "self.running = False"] = """
         ...
         last = self._units[-1]
@@ -110,7 +111,8 @@ def first_shard_kept(patch: Patches) -> None:
 
 @mutant("R11", "ACCUM", "GA Z2", seen_in="class ACCUM", core=True)
 def micro_batches_let_go(patch: Patches) -> None:
-    """With a single sum per step, unsharded gradients are still released after every micro-batch."""
+    """With one sum per step, unsharded gradients are still released after every micro-batch."""
+    # `reset_grads` drops the gradients that the next micro-batch should add to.
     patch[
         DistributedDataParallel.end_micro_batch, "self.step_count.end_micro_batch(last=last)"
     ] = """
@@ -201,7 +203,7 @@ def kept_when_it_is_issued(patch: Patches) -> None:
 
 @mutant("R20", "LAYOUT", "B2 Z2", seen_in="class LAYOUT")
 def sums_at_the_shards_start(patch: Patches) -> None:
-    """The rank's fragment of each param is read from the start of the unit's sums."""
+    """Each param's fragment is read from the start of the unit's sums."""
     patch[Buffer._adopt, "_view(unit.grad_total, in_shard)"] = """
         _view(unit.grad_total, Span(0, in_shard.numel) if self.sharding.grads else in_shard)"""
 

@@ -47,6 +47,7 @@ def divided_by_a_quotient(patch: Patches) -> None:
 @mutant("N13", "NORM", "", seen_in="fairscale's OSS.clip_grad_norm")
 def norm_of_norms(patch: Patches) -> None:
     """The norm combines the fragments' fp32 norms, not their squares."""
+    # Like torch's clip_grad_norm_: a norm per tensor, then the norm of these norms.
     patch[norm.measure_grads, "return torch.tensor([squares"] = """
         norms = [torch.linalg.vector_norm(grad) for grad in grads]
         if norms:

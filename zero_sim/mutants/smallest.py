@@ -1,4 +1,4 @@
-"""Table of the smallest known case that finds each mutant.
+"""Table of smallest cases: for each mutant, the smallest known case that finds it.
 
 `zero-sim mutants --shrink --record FILE` writes such a table. This module reads the shipped table,
 which shows the features that found a mutant, and decides which cases the next hunt judges first.

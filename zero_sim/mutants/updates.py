@@ -100,7 +100,7 @@ def experts_left_out_of_the_norm(patch: Patches) -> None:
 
 @mutant("N07", "NORM", "", seen_in="Megatron-LM#3478")
 def shared_params_counted_in_each_part(patch: Patches) -> None:
-    """The norm counts params that several parts of a model share in each part."""
+    """If several parts of a model share a param, the norm counts it in each part."""
     patch[own.is_counted, "not is_copy and"] = "True or"
 
 
@@ -218,6 +218,7 @@ def warm_up_compounds(patch: Patches) -> None:
 @mutant("P04", "OPTST", "", seen_in="DeepSpeed#5104")
 def dummy_step(patch: Patches) -> None:
     """Optimizer state is created by a step on zero gradients, which decays and counts."""
+    # Optimizers with `attach` need unsharded params and cannot step this early.
     patch[DistributedOptimizer._build_inner, "return inner"] = """
         if not hasattr(inner, "attach"):
             for master in self.masters:

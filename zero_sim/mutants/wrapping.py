@@ -71,6 +71,7 @@ def offloaded_step_is_not_copied_back(patch: Patches) -> None:
 @mutant("K07", "OPTST", "", seen_in="class OPTST")
 def offloaded_masters_are_rounded(patch: Patches) -> None:
     """Offloaded masters are rounded to the working params' dtype after a step."""
+    # Only wider dtypes: fp8 params have a scale.
     _note_offloading(patch)
     patch[DistributedOptimizer._write_back, "master.leaf.grad = None"] = """
         if self._is_offloaded and master.param.dtype.itemsize > 1:
@@ -144,6 +145,7 @@ def rows_of_the_last_micro_batch_count_again(patch: Patches) -> None:
 @mutant("K18", "ORDER", "GA Z3", seen_in="class ORDER", kill="contract")
 def joined_ranks_keep_whole_params(patch: Patches) -> None:
     """A rank keeps params gathered for other ranks' forwards, although backward gathers again."""
+    # `_kept` lists the units that stay after forward. Restore it after the call.
     patch[join_micro_batch, "ddp.param_schedule.repeat_forward()"] = """
         on_use = ddp.param_schedule
         kept, on_use._kept = on_use._kept, frozenset(on_use._units)

@@ -26,7 +26,7 @@ from zero_sim.sim.world.rank_threads import rank_state
 
 # Packages of GPU kernels.
 KERNELS = ("flash_attn", "triton")
-# Words in messages of scripts that lack something.
+# Words in scripts' messages about missing things.
 _LACK = re.compile(
     r"\b(no|not|unable|(in)?sufficient|needs?|requires?|required|at least|few)\b", re.IGNORECASE
 )
@@ -176,7 +176,7 @@ class Stub:
         """
         if not self._is_language:
             self._fail()
-        # Keep the name of the decorated function for the message of a launch.
+        # Keep the decorated function's name for the error at a launch.
         function = args[0] if len(args) == 1 else None
         if isinstance(function, Stub):
             return function

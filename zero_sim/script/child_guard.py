@@ -17,7 +17,7 @@ from zero_sim.errors import UsageError
 
 # A status that other programs rarely use.
 REFUSED_STATUS = 86
-"""Exit status of a process that tried to join a group."""
+"""Exit status after an attempt to join a group."""
 
 _C10D = "torch.distributed.distributed_c10d"
 # init_process_group calls these. They are patched instead of it, because a script may have imported
@@ -31,10 +31,10 @@ class NoRank(UsageError):
 
 
 def no_rank(rank: int | None, site: str) -> str:
-    """Return the message for a process that a rank started and that joins a group.
+    """Return the error message if a rank's child process joins a group.
 
     Args:
-        rank: World rank that started the process.
+        rank: World rank of the parent.
         site: Call site of the start, `file:line`.
     """
     return (
@@ -47,10 +47,10 @@ def no_rank(rank: int | None, site: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GuardedRun:
-    """Replacement for the `run` of a process that a rank starts, by any start method.
+    """Replacement for a child process's `run`, for any start method.
 
-    The process inherits torchrun's variables, which name a store that does not exist. Without this
-    guard, `init_process_group` would wait for half an hour.
+    The process inherits torchrun's variables, but their store does not exist. Without this guard,
+    `init_process_group` would wait for half an hour.
     """
 
     run: Callable[[], None]
@@ -72,7 +72,7 @@ class GuardedRun:
             raise SystemExit(REFUSED_STATUS) from None
 
     def guard(self, c10d: ModuleType) -> None:
-        """Replace torch's functions that make groups by a function that raises."""
+        """Make torch's functions in `GROUP_MAKERS` raise."""
         for name in GROUP_MAKERS:
             setattr(c10d, name, self._refuse)
 

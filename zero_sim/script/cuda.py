@@ -352,7 +352,7 @@ def _mapping(
 
 
 def _without_nccl(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that makes groups so that nccl becomes gloo outside of ranks."""
+    """Wrap a group constructor: outside of ranks, nccl becomes gloo."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Custom operators that all ranks define, although a process can have only one of each name.
+"""Custom operators that all ranks define, although names are unique in a process.
 
 If a name is defined again, torch replaces the first definition, and callers of the first definition
 crash. So the first rank's definition stays, and calls the running rank's function.

@@ -80,8 +80,8 @@ class Launcher:
         again with other settings.
 
         Args:
-            seed: Seed of random schedules, of hostile timing, and of random numbers that the script
-                does not seed.
+            seed: Seed of the schedule, the timing, and random numbers that the script does not
+                seed.
             quiet: True to hide the output of ranks.
             repeats: False to run only once.
         """

@@ -29,7 +29,7 @@ _RENAMED = {
 }
 # accelerate's options without a value.
 _FLAGS = frozenset({"--cpu", "--module", "--multi_gpu", "--same_network", "-m", "--quiet", "-q"})
-# accelerate's options that describe machines, which a simulated world does not need.
+# accelerate's options about machines, which a simulated world ignores.
 _MACHINE_OPTIONS = frozenset(
     {"--config_file", "--gpu_ids", "--machine_rank", "--main_process_ip", "--main_process_port"}
 )

@@ -1,4 +1,4 @@
-"""Standard output and error of ranks, with the rank as prefix of each line."""
+"""Ranks' standard output and error. Each line gets the rank as prefix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TextIO
 CALLER = -1
 """The process outside of ranks. Its text gets no prefix."""
 STARTER = -2
-"""The main part of a script that starts its ranks itself."""
+"""A script's main part, if the script starts its ranks itself."""
 
 
 class RankOutput(io.TextIOBase):
@@ -95,8 +95,6 @@ class RankOutput(io.TextIOBase):
 
 
 class _Bytes(io.BufferedIOBase):
-    """Byte stream under a `RankOutput`."""
-
     def __init__(self, text: RankOutput) -> None:
         super().__init__()
         self._text = text

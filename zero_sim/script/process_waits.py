@@ -1,7 +1,7 @@
 """Waits for multiprocessing's pipes and locks that let other ranks run.
 
-A rank that blocks in the operating system would keep the baton, and the rank that it waits for
-could never send. So ranks poll instead.
+If a rank blocked in the operating system, it would keep the baton, and the sender could never run.
+So ranks poll instead.
 """
 
 from __future__ import annotations

@@ -67,11 +67,11 @@ def read_script(name: str, *, is_module: bool, arguments: Sequence[str]) -> Scri
 
 
 class StartReached(BaseException):
-    """A rank that executes the script's file reached the statement that started this rank."""
+    """While executing the script's file, a rank reached the statement that started it."""
 
 
 class Started(Protocol):
-    """Process that a script started and that runs as a rank."""
+    """Process of a script, to be run as a rank."""
 
     @property
     def is_forked(self) -> bool:
@@ -116,7 +116,7 @@ def run_as_started(script: Script, started: Started) -> None:
 
 
 def check_not_executing() -> None:
-    """Stop a rank that starts a process while executing the script's file.
+    """Stop the rank if it starts a process while executing the script's file.
 
     Raises:
         StartReached: The rank is forked.

@@ -29,8 +29,8 @@ _INSTALLED = frozenset({"dist-packages", "site-packages"})
 _MAINS = ("__main__", "__mp_main__")
 _STDLIB = os.path.join(os.path.realpath(sysconfig.get_path("stdlib")), "")
 
-# Locks of modules that are being imported. Threads own these, so they are exchanged too: a rank
-# that waits during an import must not keep other ranks from importing their own copies.
+# Import locks. Threads own these, so they are exchanged too: if a rank waits during an import,
+# other ranks must still be able to import their own copies.
 _locks: dict[str, Any] = importlib._bootstrap._module_locks  # pyrefly: ignore
 
 
@@ -46,7 +46,7 @@ def check_found(packages: Collection[str], *, folder: str | None = None) -> None
     """
     path = [*([] if folder is None else [folder]), *sys.path]
     for name in packages:
-        # find_spec also finds editable installs that have their own finder instead of a path entry.
+        # find_spec also finds editable installs with a finder instead of a path entry.
         if PathFinder.find_spec(name, path) is None and (
             name not in sys.modules and importlib.util.find_spec(name) is None
         ):

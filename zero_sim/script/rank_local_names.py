@@ -22,7 +22,7 @@ class NoSuchName(Exception):
 
 
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "nothing"})()
-"""Value of a name that does not exist."""
+"""Stands for the value of a missing name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def is_data(key: str, value: object) -> bool:
     return not key.startswith("__") and not isinstance(value, _NO_DATA)
 
 
-# Types of values that hold no rank state.
+# Values of these types hold no rank state.
 _NO_DATA = (
     types.ModuleType,
     types.FunctionType,

@@ -1,4 +1,4 @@
-"""Find the processes of a script that are ranks: their function joins a group."""
+"""Find out which of a script's processes are ranks: their function joins a group."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import torch.multiprocessing
 
 from zero_sim.sim import WorldFailure
 
-# Functions and classes of Accelerate, torch and DeepSpeed that make the default group.
+# These make the default group, in Accelerate, torch and DeepSpeed.
 _JOINING = frozenset({"Accelerator", "init_device_mesh", "init_distributed", "init_process_group"})
 _INSTALLED = frozenset({"dist-packages", "site-packages"})
 _STDLIB = os.path.join(os.path.realpath(sysconfig.get_path("stdlib")), "")
-# Limit of the search for such a call, because a large script mentions thousands of functions.
+# Search limit, because a large script mentions thousands of functions.
 _FUNCTIONS_MAX = 500
 
 

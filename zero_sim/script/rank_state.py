@@ -138,7 +138,7 @@ def _read() -> _Saved:
     root = logging.root
     return _Saved(
         slots=[getattr(place, name) for place, name in _SLOTS],
-        # The dict itself, not a copy, so that the cost does not depend on the number of variables.
+        # The dict itself, because the cost of a copy grows with the number of variables.
         environment=os.environ._data,  # pyrefly: ignore [missing-attribute]
         logging=[getattr(root, name) for name in _LOGGING],
         loggers=root.manager.loggerDict,

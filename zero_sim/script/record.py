@@ -26,7 +26,7 @@ class Point:
 
     name: str
     visit: int
-    """Number of earlier visits of the rank to this point."""
+    """Number of the rank's earlier visits to this point."""
     site: str
     """Call site, `file:line`."""
     digests: Mapping[str, bytes]
@@ -46,7 +46,8 @@ class ScriptRun:
     failure: WorldFailure | None
     """Failure that ended the run; None if every rank finished."""
     ending: str
-    """Description of the ending, without details such as stacks that differ between equal runs."""
+    """Description of the ending, without stacks and other details that differ between equal runs.
+    """
     output: tuple[str, ...]
     """Rank 0's lines on standard output."""
     points: tuple[tuple[Point, ...], ...]
@@ -142,7 +143,7 @@ def _add_tensor(digest: hashlib.blake2b, tensor: torch.Tensor) -> None:
     digest.update(local.view(torch.uint8).numpy().tobytes())
 
 
-# Maximum number of ranks that a report lists.
+# Maximum number of ranks to list.
 _RANKS_MAX = 16
 
 

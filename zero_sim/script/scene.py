@@ -1,4 +1,4 @@
-"""Setup of the process for a script's ranks (streams, calls, devices), and records of runs."""
+"""Process setup for a script's ranks (streams, calls, devices), and records of runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Scene:
     Args:
         settings: World of the run.
         guest: Observer inside the ranks.
-        state_in_place: Returns the state of the world that is running.
+        state_in_place: Returns the running world's state.
         note: Receives notes for the user.
     """
 
@@ -60,7 +60,7 @@ class Scene:
             quiet: True to hide the output of ranks.
         """
         with contextlib.ExitStack() as stack:
-            # Streams first, so that they are restored last and show messages of all other contexts.
+            # Streams first: they are restored last, and so show messages of all other contexts.
             self._streams = stack.enter_context(self._output(writer, quiet=quiet))
             # Look the state up in each call, because a starter and its ranks have different states.
             owns = lambda module: self._state_in_place().owns(module)  # noqa: E731

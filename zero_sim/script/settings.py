@@ -13,7 +13,7 @@ from zero_sim.sim.log import CollectiveRecord
 
 # If these were shared, all ranks would see the first rank's values.
 KEEP_A_RANK = ("accelerate", "hydra")
-"""Packages that keep the rank or settings in globals, so that each rank imports its own copy."""
+"""Packages with the rank or settings in globals. Each rank imports its own copy."""
 
 SINGLETONS = (
     "accelerate.state:AcceleratorState._shared_state",
@@ -137,7 +137,7 @@ class Guest(Protocol):
         ...
 
     def in_starter(self) -> AbstractContextManager[object]:
-        """Return a context for the main part of a script that starts its ranks."""
+        """Return a context for a script's main part, if the script starts its ranks."""
         ...
 
     def called(self, record: CollectiveRecord, call: Call) -> None:

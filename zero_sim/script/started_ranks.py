@@ -1,4 +1,4 @@
-"""Processes that a script or test starts and that run as ranks of a world.
+"""Processes of a script or test, run as ranks of a world.
 
 [Note: started ranks]
 A world needs all of its ranks at once. So a started process is only packed. The ranks run when the
@@ -196,7 +196,7 @@ class StartedRanks:
         self._pending.append(state._popen)
 
     def check_may_join(self) -> None:
-        """Refuse a starter that joins the group of its own ranks.
+        """Refuse to let the starter join its own ranks' group.
 
         Raises:
             NoRank: Ranks are pending, and the calling thread is their starter.
@@ -259,7 +259,7 @@ def _is_forked(process: BaseProcess) -> bool:
 
 
 def _exit_failure(pending: Sequence[RankPopen]) -> WorldFailure | None:
-    """Return the failure of the first rank that exited with an error; None if no rank did."""
+    """Return the first failure among ranks that exited with an error; None if there is none."""
     for rank, each in enumerate(pending):
         if each.returncode and each.exit is not None:
             text = "".join(traceback.format_exception(each.exit))

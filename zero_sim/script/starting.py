@@ -1,7 +1,7 @@
 """Runs of scripts that start their ranks themselves.
 
-The script's main part runs on a world of one rank, so that it has its own environment, modules and
-random numbers. Its processes run as ranks that begin with copies of these.
+The script's main part runs on a world of one rank, so it has its own environment, modules and
+random numbers. Its processes run as ranks and begin with copies of these.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StartingScript:
 
     Args:
         script: Script to run.
-        settings: Settings of the worlds that the script starts. The script decides their size.
+        settings: Settings of the script's worlds. The script decides their size.
         guest: Observer inside the ranks.
         seed: Seed of the run.
         note: Receives notes for the user.

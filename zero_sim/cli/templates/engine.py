@@ -1,4 +1,4 @@
-"""Your optimizer behind zero_sim's protocol: ZeRO-1 in which each param has one owner.
+"""Your optimizer behind zero_sim's protocol: a ZeRO-1 system where each param has one owner.
 
 Run it with
     pytest test_engine.py
@@ -19,7 +19,7 @@ from zero_sim.targets import (
 
 
 class MyEngine(WholeParamEngine):
-    """One rank. Put your communication in `reduce` and `share`: these two are judged.
+    """The engine of a rank. Put your communication in `reduce` and `share`, which are judged.
 
     If you cut flat buffers into shards instead, start from `FlatShardEngine` and its `shard_of`,
     `reduce` and `gather`. An engine needs no base class: docs/targets.md lists its methods.
@@ -42,7 +42,8 @@ class MyTarget:
 
     name = "mine"
 
-    # Drawn cases stay within these. Widen them as your code supports more: docs/targets.md.
+    # The fuzzer only draws cases within these. Widen them when your code supports more; see
+    # docs/targets.md.
     capabilities = Capabilities(
         stages=(1,),  # (0,) if every rank steps all params.
         optimizers=(
@@ -52,11 +53,11 @@ class MyTarget:
         follows=(*ADAMW_SETTINGS, "optimizer.warmup_steps", "run.micro_batches"),
     )
 
-    # How your code computes. `zero-sim rules --target engine:MyTarget` finds the declaration.
+    # The arithmetic of your code. `zero-sim rules --target engine:MyTarget` finds this declaration.
     numerics = Numerics(grads_told="after-division")
 
     def build(self, module, *, scenario, group):
-        """Wrap the module for one rank of the group."""
+        """Wrap a rank's module."""
         names = [name for name, _ in module.named_parameters()]
         owners = {name: index % group.size() for index, name in enumerate(names)}
         # Your optimizer class goes here. The reference steps with these settings, so use them.

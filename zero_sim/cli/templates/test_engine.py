@@ -4,5 +4,5 @@ from engine import MyTarget
 
 from zero_sim.testing import conformance
 
-# 50 drawn cases, always the same ones; a failure is shrunk to the smallest case that shows it.
+# 50 drawn cases, always the same. A failure is shrunk to the smallest case that shows it.
 test_conformance = conformance(MyTarget(), cases=50)

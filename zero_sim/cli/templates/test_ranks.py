@@ -15,15 +15,15 @@ def mean_over_ranks(tensor):
     return tensor / dist.get_world_size()
 
 
-# `hostile` delays results to any moment before their wait, and `races` names the line that reads
-# one too early: delete `work.wait()` to see it.
+# `hostile` delays each result to any moment before its wait. `races` reports the line that reads a
+# result too early: delete `work.wait()` to see this.
 @pytest.mark.world_size(4, timing="hostile", races=True)
 def test_every_rank_gets_the_mean(rank, world_size):
     mean = mean_over_ranks(torch.full((3,), float(rank)))
     assert mean.tolist() == [sum(range(world_size)) / world_size] * 3
 
 
-# One world each of 1, 2 and 3 ranks.
+# Run the test on 1, 2 and 3 ranks.
 @pytest.mark.parametrize(
     "ranks", [pytest.param(n, marks=pytest.mark.world_size(n)) for n in (1, 2, 3)]
 )

@@ -1,8 +1,8 @@
-"""A data-parallel training script, as torchrun starts it. zero_sim runs it without changes:
+"""A data-parallel training script for torchrun. zero_sim runs it without changes:
 
     zero-sim torchrun --against 1 --nproc-per-node 2 train.py
 
-compares its params, gradients and optimizer state on 2 ranks with those on 1 rank. To see a fault,
+compares params, gradients and optimizer state on 2 ranks with a run on 1 rank. To see a fault,
 delete the line with `all_reduce`.
 """
 
