@@ -39,12 +39,14 @@ def bench(*, only: str, history: Path | None, check: bool, as_json: bool) -> int
     from zero_sim.report.records import render_measurements, render_worse
 
     if check and history is None:
-        raise click.UsageError("--check compares with a history. Try --history FILE.")
+        raise click.UsageError("expected --check with --history, got it alone. Add --history FILE.")
     # Imported by name, because `bench` is the command in this module.
     module = importlib.import_module("zero_sim.bench")
     earlier = module.read_history(history) if history is not None else []
     if check and not earlier:
-        raise click.UsageError(f"--check compares with a history, and {history} has none.")
+        raise click.UsageError(
+            f"expected earlier runs in {history} for --check, got none. Run without --check first."
+        )
     measurements = list(module.run_benchmarks(only=only))
     worse = []
     if check:

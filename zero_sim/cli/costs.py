@@ -166,6 +166,7 @@ def memory(
     from zero_sim.report.costs import render_curve, render_limits, render_memory
 
     is_counted = asked.params is not None
+    # Several numbers of ranks without a model: a usual number of params serves as the model.
     if source is None and len(asked.ranks) > 1 and not (curve or measure):
         from zero_sim.calculators.limits import PARAMS
 
@@ -175,6 +176,7 @@ def memory(
     limits = [] if curve else _limits(models, asked)
     runs = _run_all(chosen, has_masters=has_masters, curve=curve) if measure else []
     rows = [memory_row(model, has_masters=has_masters) for model in chosen]
+    # The same training on one device. Several models have no common baseline.
     baseline = alone(models[0], has_masters=has_masters) if len(models) == 1 else None
     first, columns = rows[0], columns_of(sys.stdout)
     if as_json:
@@ -270,6 +272,7 @@ def _models(
     source: str | None, asked: _Asked, system: _SystemAsked, *, needs_ranks: bool = True
 ) -> list[Model]:
     """Return the models with the given options applied."""
+    # Exactly one of both must be given.
     if (source is None) == (asked.params is None):
         got = "neither" if source is None else "both"
         raise UsageError(
@@ -279,6 +282,7 @@ def _models(
     if asked.params is not None:
         from zero_sim.calculators.counted import counted_model
 
+        # A scenario has its own number of ranks, a number of params has none.
         if not asked.ranks and needs_ranks:
             raise UsageError("expected --ranks with --params, got none. Try --ranks 8.")
         models = [counted_model(asked.params, dtype=asked.dtype or "bf16")]
@@ -324,6 +328,7 @@ def _chosen(models: Sequence[Model], asked: _Asked, *, curve: bool = False) -> l
     copies = asked.redundancies
     if not curve:
         return list(rows.choices(models, ranks=asked.ranks, stages=stages, redundancies=copies))
+    # A curve has its own numbers of ranks, and room for a single model.
     if len(models) > 1 or asked.ranks:
         got = "--ranks" if asked.ranks else f"{len(models)} cases"
         raise UsageError(f"expected one case and no --ranks with --curve, got {got}.")

@@ -85,6 +85,7 @@ def report(names: tuple[str, ...], bundles: Path, output: Path) -> None:
     with packages_needed():
         from zero_sim.bundle import find_bundles, read_bundle
         from zero_sim.report.html import write_page
+    # Read all bundles before writing, so that a broken bundle leaves an old page alone.
     found = [read_bundle(path) for path in find_bundles(names, folder=bundles)]
     write_page(output, found, bundles_folder=None if bundles == DEFAULT_BUNDLES else bundles)
     click.echo(f"{output}: {len(found)} failed case{'' if len(found) == 1 else 's'}")

@@ -206,6 +206,7 @@ def fuzz(
         totals = run_campaign(
             plan, pool=pool, render=render_case, tell=progress.tell, tell_converted=_tell_converted
         )
+    # The report must not begin on the progress line.
     progress.clear()
     if totals.unkept is not None:
         click.echo(f"Error: {totals.unkept}", err=True)

@@ -49,6 +49,7 @@ def _why_empty(totals: CampaignTotals, plan: Plan) -> str:
             f"all {totals.earlier_cases} were run earlier. Try more --cases, another --seed or "
             "another --corpus"
         )
+    # The plan itself may be empty: --cases 0, or more shards than batches.
     if not any(plan.batches()):
         shard = (
             ""
@@ -59,7 +60,7 @@ def _why_empty(totals: CampaignTotals, plan: Plan) -> str:
     if totals.futile:
         return totals.futile
     if plan.seconds is None:
-        return "its corpora hold none"
+        return "no batch was completed"
     return f"--seconds {plan.seconds:g} ran out before the first one. Try more"
 
 
@@ -73,6 +74,7 @@ _OUTCOMES = {
 
 def _show_rechecked(totals: CampaignTotals, *, plan: Plan) -> None:
     """Print how earlier findings were judged now."""
+    # Messages in a corpus may come from a stranger, hence `printable`.
     for one in totals.rechecked:
         found, said = one.found, f": {one.said}" if one.said else ""
         line = (
@@ -235,7 +237,8 @@ def show_totals(
             click.echo(f"  case        {folder / 'case.toml'}\n  replay      {replay}")
         elif found.scenario:
             # Printed in full, because no bundle contains it.
-            why = f"none: {found.unkept}" if found.unkept else "none for such a finding"
+            # Unshrunk findings and errors have no bundle.
+            why = f"none: {found.unkept}" if found.unkept else "none for this finding"
             click.echo(f"  bundle      {why}; its case is\n{indent(_case_of(found), '    ')}")
         click.echo("")
     for lost in totals.lost:

@@ -31,6 +31,7 @@ def tell_kept_names(name: str, *, packages: Sequence[str]) -> int:
         from zero_sim.script.rank_local_modules import check_found
         from zero_sim.targets import import_target
     target = import_target(name)
+    # Before the target runs, so that a wrong --package is reported at once.
     check_found(packages)
     chosen = tuple(packages) or _own_packages(target)
     cases = list(_cases(target))

@@ -105,6 +105,7 @@ def shrink(
         from zero_sim.bundle import Ran
         from zero_sim.host.device import check_device
         from zero_sim.targets import import_target
+    # Before the first run, which may take minutes.
     check_device(device)
     scenario = with_target(scenario, target, said)
     system = import_target(target or scenario.system.target)
@@ -221,6 +222,7 @@ def _shrink(scenario: Scenario, target: Target, *, seconds: float, device: str) 
         result = judge(scenario)
         # The key is the finding without its numbers. Smaller cases must have the same key.
         key = key_of(result)
+        # Without a finding there is nothing to shrink. An error is a refusal or a bug in the judge.
         if key is None or result.verdict == "error":
             return _Done(scenario=scenario, result=result)
         if not may_shrink(key):
