@@ -112,7 +112,6 @@ def judge_script(
     from zero_sim.against.verdict import judge, prepare
 
     expected, sides = _sides(options, settings, words=words, allowed_drift=tuple(allowed_drift))
-    # A resumed run has the same ranks and parts of tensors, so ranks are compared one by one.
     by_rank = options.against == "resumed"
     started = datetime.now(UTC).isoformat(timespec="seconds")
     prepared = prepare(expected, seed=seed, keeps_rows=options.feed, by_rank=by_rank)
@@ -126,12 +125,10 @@ def judge_script(
             starts_alike=options.start_of_one,
             all_read_all=options.all_read_all,
         )
-        # Only now is the number of ranks known if the script starts its ranks itself.
         was_run = comparison.measurement is not None
         if was_run and options.against == "1" and comparison.side.world_size < 2:
             raise UsageError(_TOO_FEW_RANKS)
         verdict, account = comparison.verdict, account_of(comparison)
-        # Differences in float64 make a comparison in the script's own dtypes pointless.
         if options.precision and verdict.outcome == "equal":
             report = measure_precision(
                 expected,
@@ -142,7 +139,6 @@ def judge_script(
                 starts_alike=options.start_of_one,
             )
             verdict = replace(verdict, notes=(*verdict.notes, report.text))
-        # Print each verdict at once, because a run of the script may take minutes.
         click.echo(printable(render(verdict, account), lines=True))
         bundle = None
         if options.bundles is not None and verdict.outcome != "equal":

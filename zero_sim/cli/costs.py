@@ -166,7 +166,6 @@ def memory(
     from zero_sim.report.costs import render_curve, render_limits, render_memory
 
     is_counted = asked.params is not None
-    # Several numbers of ranks without a model: a usual number of params serves as the model.
     if source is None and len(asked.ranks) > 1 and not (curve or measure):
         from zero_sim.calculators.limits import PARAMS
 
@@ -176,7 +175,6 @@ def memory(
     limits = [] if curve else _limits(models, asked)
     runs = _run_all(chosen, has_masters=has_masters, curve=curve) if measure else []
     rows = [memory_row(model, has_masters=has_masters) for model in chosen]
-    # The same training on one device. Several models have no common baseline.
     baseline = alone(models[0], has_masters=has_masters) if len(models) == 1 else None
     first, columns = rows[0], columns_of(sys.stdout)
     if as_json:

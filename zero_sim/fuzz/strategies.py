@@ -210,8 +210,7 @@ def _drawn_case(
         choices.refuse()
     swarm = Swarm(choices, able=able, has_theme=True)
     ranks_max = min(max(choices.among(_RANKS_MOSTLY), *swarm.theme.ranks, 1), ranks_max)
-    # Draw the size of a dp-cp group first, so that a case that shrinks to fewer groups keeps its
-    # layout.
+    # First the size of a dp-cp group, so that a case with fewer groups keeps its layout.
     ranks_max = min(ranks_max, able.world_size_max or ranks_max)
     ranks = _ranks(choices, ranks_max, preferred=swarm.theme.ranks)
     topology = drawn_topology(choices, ranks=ranks, parts_max=ranks_max // ranks, swarm=swarm)
