@@ -62,7 +62,7 @@ def with_target(scenario: Scenario, target: str | None, said: Sequence[str]) -> 
     """Return the case with the target and the target's own options set.
 
     Args:
-        scenario: The case.
+        scenario: Case to change.
         target: Value of `--target`.
         said: Values of `--option`.
     """
