@@ -164,7 +164,10 @@ dist.barrier()
         (["--runs", "2", "--seeds", "1,2", "fine.py"], "expected --runs or --seeds, got both"),
         (["--ignore", "(", "fine.py"], "expected a regular expression, got '('"),
         (["--seeds", "a", "fine.py"], "expected numbers such as 0,3; got 'a'"),
-        (["--own-modules", "torch", "fine.py"], "expected own modules to be top-level Python packages"),
+        (
+            ["--own-modules", "torch", "fine.py"],
+            "expected own modules to be top-level Python packages",
+        ),
         (["--own-modules", "a.b", "fine.py"], "got 'a.b'"),
         (["--own-modules", "brokem", "fine.py"], "got 'brokem'. Did you mean 'broken'?"),
         (["--ignore", "ms", "fine.py"], "expected --ignore with --runs or --seeds, got it alone"),
