@@ -23,13 +23,13 @@ class TestNamed:
     def test_a_quotient_that_is_rounded(self, dtype, count):
         values = VALUES.to(dtype)
         said = common_ratio(values, quotient(values, count))
-        assert said == f"every element is 1/{count} x the expected one, but for rounding"
+        assert said == f"every element is 1/{count} x the expected one, up to rounding"
 
     def test_an_average_of_what_was_summed_in_fp32(self):
         # Both are rounded to bf16 once, so that neither is a multiple of the other.
         total = (torch.arange(200, dtype=torch.float32) * 0.37 + 0.11).sin()
         said = common_ratio(total.bfloat16(), (total / 3).bfloat16())
-        assert said == "every element is 1/3 x the expected one, but for rounding"
+        assert said == "every element is 1/3 x the expected one, up to rounding"
 
     @pytest.mark.parametrize(("factor", "shown"), [(0.25, "1/4"), (4.0, "4"), (-1.0, "-1")])
     def test_a_factor_that_rounds_nothing(self, factor, shown):

@@ -76,8 +76,7 @@ def test_other_numbers_are_none():
 def test_a_sum_that_was_not_divided_is_said_first():
     finding = found(Newcomer(optimizer=sgd_of_spec, reduce=never_divided, shows_grads=True))
     assert finding.message == (
-        "the reduced gradient is 3 x the mean, but for rounding: "
-        "the sum over 3 ranks was not divided"
+        "the reduced gradient is 3 x the mean, up to rounding: the sum over 3 ranks was not divided"
     )
 
 
@@ -120,7 +119,7 @@ def test_a_norm_has_the_cause_too():
 
     case = replace(CASE, optimizer=replace(CASE.optimizer, clip_norm=100.0))
     finding = found(Newcomer(optimizer=sgd_of_spec, norm=norm), case)
-    assert "is 3 x that of the mean, but for rounding: the sum over 3 ranks" in finding.message
+    assert "is 3 x that of the mean, up to rounding: the sum over 3 ranks" in finding.message
 
 
 @pytest.mark.parametrize(

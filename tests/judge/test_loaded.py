@@ -89,30 +89,30 @@ def after_load(monkeypatch):
 
 
 BREAKS = [
-    (break_master, "the fp32 master is not what was saved"),
+    (break_master, "the fp32 master differs from the checkpoint"),
     (
         break_lower_bits,
-        "the fp32 master is not what was saved: the value is the working param, without the lower "
-        "bits",
+        "the fp32 master differs from the checkpoint: the value is the working param, without the "
+        "lower bits",
     ),
-    (break_state("exp_avg"), "optimizer state 'exp_avg' is not what was saved"),
-    (break_state("exp_avg_sq"), "optimizer state 'exp_avg_sq' is not what was saved"),
-    (break_state("step"), "optimizer state 'step' is not what was saved"),
+    (break_state("exp_avg"), "optimizer state 'exp_avg' differs from the checkpoint"),
+    (break_state("exp_avg_sq"), "optimizer state 'exp_avg_sq' differs from the checkpoint"),
+    (break_state("step"), "optimizer state 'step' differs from the checkpoint"),
     (
         break_missing_key,
         "optimizer state 'exp_avg_sq' is missing in the system after the load",
     ),
-    (break_param, "the working param is not what was saved"),
+    (break_param, "the working param differs from the checkpoint"),
     (
         break_lr,
-        "the setting 'lr' is not what was saved: expected 0.001, got 0.01",
+        "the setting 'lr' differs from the checkpoint: expected 0.001, got 0.01",
     ),
     (
         break_betas,
-        "the setting 'betas' is not what was saved: expected (0.9, 0.999), got (0.5, 0.5)",
+        "the setting 'betas' differs from the checkpoint: expected (0.9, 0.999), got (0.5, 0.5)",
     ),
-    (break_scale, "the loss scale is not what was saved: expected 8.0, got 16.0"),
-    (break_good_steps, "the count of good steps is not what was saved: expected 2, got 0"),
+    (break_scale, "the loss scale differs from the checkpoint: expected 8.0, got 16.0"),
+    (break_good_steps, "the count of good steps differs from the checkpoint: expected 2, got 0"),
 ]
 
 
@@ -147,7 +147,7 @@ def test_settings_of_groups(judged, after_load):
     assert judged(**{**CASE, "optimizer": optimizer}).verdict == "pass"
     after_load(lambda engine: engine._optimizer.base_lrs.reverse())
     result = judged(**{**CASE, "optimizer": optimizer})
-    assert "the setting 'lr' is not what was saved" in result.findings[0].message
+    assert "the setting 'lr' differs from the checkpoint" in result.findings[0].message
 
 
 @pytest.mark.parametrize("name", ["sgd", "nadam", "adadelta", "asgd", "rprop", "adagrad"])
@@ -166,7 +166,7 @@ def test_a_scale_of_an_fp8_param(judged, after_load):
     after_load(broken)
     first = judged(**case).findings[0]
     assert first.check == "equality.load"
-    assert first.message.startswith("the scale of the fp8 param is not what was saved")
+    assert first.message.startswith("the scale of the fp8 param differs from the checkpoint")
 
 
 def test_a_param_that_was_never_stepped_has_no_state_yet(judged):
@@ -194,4 +194,4 @@ def test_a_buffer_of_the_module(judged, after_load):
     after_load(lambda engine: engine.module.gain.mul_(2))
     first = judged(**case).findings[0]
     assert (first.check, first.param, first.rank) == ("equality.load", "gain", 1)
-    assert first.message.startswith("the buffer of the module is not what was saved")
+    assert first.message.startswith("the buffer of the module differs from the checkpoint")

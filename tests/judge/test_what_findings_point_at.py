@@ -175,10 +175,10 @@ class TestCheckpoints:
     @pytest.mark.parametrize(
         ("id", "asked", "message"),
         [
-            ("C01", False, "optimizer state 'step' is not what was saved: the value is zero"),
+            ("C01", False, "optimizer state 'step' differs from the checkpoint: the value is zero"),
             ("C14", False, "optimizer state 'exp_avg' is missing in the system after the load"),
-            ("C05", True, "the loss scale is not what was saved: expected 8.0, got 16.0"),
-            ("M97", True, "master is not what was saved: the value is the working param"),
+            ("C05", True, "the loss scale differs from the checkpoint: expected 8.0, got 16.0"),
+            ("M97", True, "master differs from the checkpoint: the value is the working param"),
         ],
     )
     def test_what_was_lost_or_taken(self, judged, broken, id, asked, message):

@@ -181,7 +181,7 @@ def test_a_system_of_somebody_else_is_held_to_it(pool):
     assert judged(pool, Target(Saving), **PLAIN).verdict == "pass"
     finding = judged(pool, Target(KeepsViews), **PLAIN).findings[0]
     assert (finding.check, finding.step) == ("equality.load", LATER.step)
-    assert "the working param is not what was saved" in finding.message
+    assert "the working param differs from the checkpoint" in finding.message
 
 
 @pytest.mark.parametrize(("engine", "message"), [

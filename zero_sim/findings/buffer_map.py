@@ -1,6 +1,6 @@
-"""The buffer map of a finding: its flat buffer, built from the places that ranks report.
+"""Builds the buffer map of a finding from the places that ranks report.
 
-Integers and names only; `zero_sim.report` draws it.
+The map only contains integers and names. `zero_sim.report` draws it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from zero_sim.findings.records import BufferMap, Finding, MappedBucket, MappedPi
 from zero_sim.targets import Place
 
 PIECES_MAX = 512
-"""Largest number of pieces in a map. Of a larger buffer, it shows those around the difference."""
+"""Largest number of pieces in a map. A map of a larger buffer shows the pieces around the
+difference."""
 
 DIFFER_MAX = 512
 """Largest number of marked spans in a map."""
@@ -30,35 +31,35 @@ def build_buffer_map(
 
     Args:
         first: The finding to show.
-        found: All findings of its check, including `first`; the map marks all their differences.
-        places: Places of all ranks that share the finding's param, by rank as in findings.
+        found: All findings of its check, including `first`. The map marks all their differences.
+        places: Places by rank, for the ranks that share the finding's param. Ranks as in findings.
 
     Returns:
         None if no rank reports a flat buffer that contains the finding.
     """
+    # In rank order, so that the map does not depend on the order of reports.
     owned = [
         located
         for rank in sorted(places)
         for place in places[rank]
         for located in _locate(rank, place)
     ]
-    # Rank order, so that the map does not depend on the order of reports.
     inside = _buffer_of(first, owned)
     if not inside:
         return None
-    # A param may also have parts in other buffers; their differences are not marked here.
+    # A param may have parts in other buffers, too. Their differences are not marked here.
     own, elsewhere = _spans_by_param(inside), _spans_by_param(set(owned).difference(inside))
     outside = {name: _without(spans, own.get(name, ())) for name, spans in elsewhere.items()}
     whole = _whole_map(inside)
     pieces, elems = whole.pieces, whole.elems
     found = [finding for finding in found if _flat([finding], pieces, outside)]
     differ = _flat(found, pieces, outside)
+    # All differences lie in other buffers.
     if not differ:
         return None
-        # All differences lie in other buffers.
-    # Center on the finding itself. If it lies outside all pieces, on any difference.
+    # Center on the finding itself, or on any difference if it lies outside all pieces.
     start, stop = _window(pieces, differ=_flat([first], pieces, outside) or differ, elems=elems)
-    # Empty buckets and shards at the ends meet no window, but belong to a whole map.
+    # No window meets an empty bucket or shard at an end, so a whole map must not filter.
     is_whole = (start, stop) == (0, elems)
     return replace(
         whole,
@@ -72,17 +73,17 @@ def build_buffer_map(
         unowned=_cut(whole.unowned, start, stop),
         differ=_cut(differ, start, stop)[:DIFFER_MAX],
         differ_cut=len(_cut(differ, start, stop)) > DIFFER_MAX
-        # Findings keep at most SPANS_MAX spans, so such a finding may have more.
+        # Findings keep at most SPANS_MAX spans, so a finding with that many may have more.
         or any(len(finding.differ_spans) == SPANS_MAX for finding in found),
         differ_ranks=tuple(sorted({f.rank for f in found if f.rank is not None})),
     )
 
 
 def map_buffer(places: Mapping[int, Sequence[Place]]) -> BufferMap:
-    """Return the map of the flat buffer 0, without a finding.
+    """Return the map of flat buffer 0, without a finding.
 
     Args:
-        places: Places of each rank that shares the buffer; one of them has an offset in it.
+        places: Places by rank, for the ranks that share the buffer. At least one has an offset.
     """
     return _whole_map(
         [
@@ -108,19 +109,18 @@ class _Located(NamedTuple):
 
 
 def _buffer_of(first: Finding, owned: Sequence[_Located]) -> list[_Located]:
-    """Return the places in the flat buffer that contains the first differing element."""
+    """Return all places in the flat buffer that contains the first differing element."""
     of_param = [each for each in owned if each.place.param == first.param]
     offset = first.offset_in_param or 0
     holding = [each for each in of_param if each.place.start <= offset < each.place.stop]
-    # Prefer the rank that owns this element over others that own the param.
-    # An unowned element has no place: show the buffer with the rest of its param.
+    # An unowned element has no place, so fall back to the buffer with the rest of its param.
     at = next(iter(holding or of_param), None)
     if at is None:
         return []
     inside = [each for each in owned if each.place.buffer == at.place.buffer]
     spans = sorted((bucket.start, bucket.stop) for bucket in _buckets(inside))
     if any(stop > start for (_, stop), (start, _) in pairwise(spans)):
-        # Overlapping buckets: offsets restart in each, so treat each as a buffer of its own.
+        # Buckets overlap if offsets restart in each, so treat this bucket as a buffer.
         return [each for each in inside if each.bucket == at.bucket]
     return inside
 
@@ -146,7 +146,7 @@ def _whole_map(inside: Sequence[_Located]) -> BufferMap:
 
 
 def _spans_by_param(located: Iterable[_Located]) -> dict[str, list[Span]]:
-    """Return the reported spans of each param, merged."""
+    """Return merged spans by param."""
     spans: dict[str, list[Span]] = {}
     for each in located:
         spans.setdefault(each.place.param, []).append((each.place.start, each.place.stop))
@@ -155,7 +155,7 @@ def _spans_by_param(located: Iterable[_Located]) -> dict[str, list[Span]]:
 
 def _locate(rank: int, place: Place) -> Iterator[_Located]:
     reported = (place.flat_start, place.bucket, place.shard, place.shard_start, place.shard_stop)
-    # Positions are optional in the protocol; a place without all of them cannot be drawn.
+    # Positions are optional in the protocol. A place that lacks any of them cannot be drawn.
     known = [value for value in reported if value is not None]
     if len(known) == len(reported):
         yield _Located(rank, place, *known)
@@ -183,7 +183,7 @@ def _buckets(inside: Iterable[_Located]) -> list[MappedBucket]:
     spans: dict[int, Span] = {}
     for at in inside:
         start, stop = at.place.bucket_start, at.place.bucket_stop
-        # Without reported bucket bounds, a bucket extends over the reported shards.
+        # Without reported bounds, take the bounds of all reported shards.
         if start is None or stop is None:
             start, stop = at.shard_start, at.shard_stop
         known = spans.get(at.bucket, (start, stop))
@@ -192,7 +192,7 @@ def _buckets(inside: Iterable[_Located]) -> list[MappedBucket]:
 
 
 def _shards(inside: Iterable[_Located]) -> list[MappedShard]:
-    # Replicas report the same shard, so it may have several ranks.
+    # Replicas report the same shard, so a shard may have several ranks.
     ranks: dict[tuple[int, int, int, int], list[int]] = {}
     for at in inside:
         holders = ranks.setdefault((at.shard_start, at.shard_stop, at.bucket, at.shard), [])
@@ -208,7 +208,7 @@ def _shards(inside: Iterable[_Located]) -> list[MappedShard]:
 def _gaps(
     places: Sequence[Place], pieces: Sequence[MappedPiece], buckets: Sequence[MappedBucket]
 ) -> tuple[list[Span], list[Span]]:
-    """Return the elements outside all pieces: padding, and elements without an owner."""
+    """Return the spans outside all pieces: padding, then elements without an owner."""
     covered = _merged((piece.start, piece.stop) for piece in pieces)
     gaps = _without(_merged((bucket.start, bucket.stop) for bucket in buckets), covered)
     reported = [
@@ -216,7 +216,7 @@ def _gaps(
         for place in places
         if place.padding_start is not None and place.bucket_stop is not None
     ]
-    # Without complete reports of padding, gaps look like padding, so count all of them as padding.
+    # Unless all places report their padding, no gap can be blamed on a missing owner.
     padding = _merged(reported) if len(reported) == len(places) else gaps
     return padding, _without(gaps, padding)
 
@@ -226,7 +226,7 @@ def _flat(
     pieces: Sequence[MappedPiece],
     outside: Mapping[str, Sequence[Span]],
 ) -> list[Span]:
-    """Return the differing elements as offsets in the buffer, without those in other buffers."""
+    """Return the differing spans in this buffer, as offsets in it."""
     of_param: dict[str, list[MappedPiece]] = {}
     for piece in pieces:
         of_param.setdefault(piece.param, []).append(piece)
@@ -257,10 +257,9 @@ def _place_span(span: Span, pieces: Sequence[MappedPiece]) -> list[Span]:
 
 def _window(pieces: Sequence[MappedPiece], *, differ: Sequence[Span], elems: int) -> Span:
     if len(pieces) <= PIECES_MAX:
-        # Small enough: show the whole buffer.
         return 0, elems
+    # Center on the piece with the first difference.
     at = sum(piece.start <= differ[0][0] for piece in pieces) - 1
-    # Otherwise the piece with the first difference in the middle, clipped at both ends.
     low = max(0, min(at - PIECES_MAX // 2, len(pieces) - PIECES_MAX))
     high = low + PIECES_MAX
     start = 0 if low == 0 else pieces[low].start
@@ -288,8 +287,8 @@ def _without(spans: Sequence[Span], holes: Sequence[Span]) -> list[Span]:
     first = 0
     for begin, stop in spans:
         start = begin
+        # Spans are sorted, so a hole before this span is before all later spans, too.
         while first < len(holes) and holes[first][1] <= start:
-            # Both are sorted, so holes before this span are before all later ones, too.
             first += 1
         for hole_start, hole_stop in holes[first:]:
             if hole_start >= stop:

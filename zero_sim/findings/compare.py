@@ -1,13 +1,10 @@
-"""Exact comparison of two tensors, and the position of the first difference.
+"""Exact comparison of two tensors.
 
 [Note: the rule for equality]
-Elements are equal if their bits are equal, with two exceptions:
+Elements are equal if their bits are equal, with two exceptions. There is no tolerance.
 
-- +0 equals -0. The sign of a zero only depends on whether an accumulator starts from zero or from
-  its first term.
+- +0 equals -0, because the sign only depends on the accumulator's start: zero or the first term.
 - NaN equals NaN, because payloads have no meaning.
-
-There is no tolerance.
 """
 
 from __future__ import annotations
@@ -19,17 +16,17 @@ import torch
 from torch import Tensor
 
 SPANS_MAX = 64
-"""Largest number of differing spans that are kept: enough to draw them."""
+"""Number of differing spans to keep: enough to draw them."""
 
 _INT_OF = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Position and size of the difference of two tensors of one shape and dtype."""
+    """First differing element of two tensors, and the size of their difference."""
 
     first: int
-    """Flat index of the first element that differs."""
+    """Flat index of this element."""
     expected: float
     got: float
     ulp: int | None
@@ -37,25 +34,26 @@ class Difference:
     differ_count: int
     compared_count: int
     spans: tuple[tuple[int, int], ...]
-    """Half-open spans of differing elements; the first `SPANS_MAX`."""
+    """Half-open spans of differing elements, at most the first `SPANS_MAX`."""
 
 
 def same_bits(expected: Tensor, got: Tensor) -> bool:
-    """Return True if two tensors are equal: [Note: the rule for equality].
+    """Return True if two tensors are equal by [Note: the rule for equality].
 
     Args:
         expected: Any shape and dtype.
         got: Same shape and dtype.
     """
-    # torch.equal implements the rule except for NaN, and is a hundred times faster than bits.
+    # torch.equal implements this rule except for NaN, and is a hundred times faster than bits.
     return torch.equal(expected, got) or not bool(unequal(expected, got).any())
 
 
 def find_difference(expected: Tensor, got: Tensor) -> Difference | None:
-    """Compare two tensors of one shape and dtype.
+    """Return the difference of two tensors, or None if they are equal.
 
-    Returns:
-        None if they are equal: [Note: the rule for equality].
+    Args:
+        expected: Any shape and dtype.
+        got: Same shape and dtype.
     """
     if torch.equal(expected, got):
         return None
@@ -78,14 +76,14 @@ def find_difference(expected: Tensor, got: Tensor) -> Difference | None:
 
 
 def relative_difference(expected: Tensor, got: Tensor) -> float:
-    """Return the largest difference relative to the largest magnitude in either tensor.
+    """Return the largest difference, relative to the largest magnitude in either tensor.
 
     Args:
         expected: Any shape and dtype.
         got: Same number of elements.
 
     Returns:
-        At most 2; infinity if any element is NaN or infinite.
+        At most 2, or infinity if any element is NaN or infinite.
     """
     a, b = expected.reshape(-1).double(), got.reshape(-1).double()
     most = torch.cat([a, b]).abs().max() if a.numel() else a.sum()
@@ -96,8 +94,8 @@ def relative_difference(expected: Tensor, got: Tensor) -> float:
 
 
 def spans_of(differs: Tensor) -> tuple[tuple[int, int], ...]:
-    """Return half-open spans of set elements in a 1-D mask; the first `SPANS_MAX`."""
-    # Pad with zeros on both sides, so spans at either end have edges, too.  # [numel + 2]
+    """Return half-open spans of True in a 1-D mask, at most the first `SPANS_MAX`."""
+    # [numel + 2], zero at both ends, so spans at the ends have edges too.
     edges = torch.zeros(differs.numel() + 2, dtype=torch.int8)
     edges[1:-1] = differs
     bounds = (edges[1:] != edges[:-1]).nonzero().reshape(-1)[: 2 * SPANS_MAX].tolist()
@@ -106,7 +104,7 @@ def spans_of(differs: Tensor) -> tuple[tuple[int, int], ...]:
 
 
 def unequal(expected: Tensor, got: Tensor) -> Tensor:
-    """Return a mask of the unequal elements of two tensors of one shape and dtype."""
+    """Return a mask of unequal elements; both tensors have one shape and dtype."""
     if not expected.is_floating_point():
         return expected != got
     both_nan = expected.isnan() & got.isnan()
@@ -114,7 +112,7 @@ def unequal(expected: Tensor, got: Tensor) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    # -0 becomes +0 before bits are compared.
+    # Replace -0 by +0, because they count as equal.
     plus_zero = torch.where(tensor == 0, torch.zeros_like(tensor), tensor)
     return plus_zero.contiguous().view(_INT_OF[tensor.element_size()])
 
@@ -126,11 +124,17 @@ def _ulp(a: Tensor, b: Tensor) -> int | None:
 
 
 def places_of(values: Tensor) -> Tensor:
-    """Return each value's index in the ordered values of its dtype, as int64; 0 for zero.
+    """Number all values of a dtype in ascending order, from 0 at zero, and return the numbers.
 
-    The difference of two indices is their distance in ulp.
+    The difference of two numbers is their distance in ulp.
+
+    Args:
+        values: Any shape, floating-point.
+
+    Returns:
+        int64, same shape.
     """
-    # IEEE 754 formats order like sign and magnitude, so negative values count down from 0.
+    # IEEE 754 bits are sign and magnitude, so negative values count down from 0.
     bits = _bits(values).to(torch.int64)
     magnitude_mask = (1 << (8 * values.element_size() - 1)) - 1
     return torch.where(bits < 0, -(bits & magnitude_mask), bits)

@@ -1,7 +1,7 @@
-"""Order of findings along the dataflow of a step.
+"""Sorting of findings along a step's dataflow.
 
-An error propagates: from a gradient to the norm, to clipped gradients, to optimizer state, to the
-master, to the working param. So the earliest finding is closest to its cause.
+An error propagates from a gradient to the norm, the clipped gradient, optimizer state, the master,
+and the working param. So the earliest finding is closest to the cause.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from zero_sim.scenario.checks import Check
 
 
 class Phase(StrEnum):
-    """A phase of a step. An error in one phase affects all later ones."""
+    """A phase of a step. An error in a phase affects all later phases."""
 
     LOAD = "load"
-    """Before the first step of a case that is reloaded."""
+    """Before the first step after a reload."""
     FORWARD = "forward"
     BACKWARD = "backward"
     REDUCE = "reduce"
@@ -34,7 +34,7 @@ _FLOW: tuple[tuple[Phase, tuple[Check, ...]], ...] = (
         Phase.FORWARD,
         (
             Check.INVARIANT_OWNERSHIP,
-            # Before any arithmetic: who owns what, start values, cleared gradients.
+            # Before any arithmetic: ownership, start values, cleared gradients.
             Check.INVARIANT_START,
             Check.INVARIANT_ZERO_GRADIENTS,
             Check.EQUALITY_PARAMS,
@@ -42,10 +42,10 @@ _FLOW: tuple[tuple[Phase, tuple[Check, ...]], ...] = (
         ),
     ),
     (Phase.BACKWARD, ()),
-    (Phase.REDUCE, (Check.EQUALITY_GRAD, Check.INVARIANT_REPLICAS, Check.INVARIANT_PADDING)),
     # Replicas and padding before the norm, because the norm reads both.
+    (Phase.REDUCE, (Check.EQUALITY_GRAD, Check.INVARIANT_REPLICAS, Check.INVARIANT_PADDING)),
     (
-        # A check may occur in several phases; its finding's phase selects the position.
+        # A check may occur in several phases. The finding's phase selects its position.
         Phase.NORM,
         (
             Check.EQUALITY_NORM,
@@ -67,7 +67,7 @@ _FLOW: tuple[tuple[Phase, tuple[Check, ...]], ...] = (
         ),
     ),
 )
-"""Phases of a step, each with its checks, in order of computation."""
+"""Phases and their checks, in order of computation."""
 
 _PHASES: dict[str, int] = {phase: place for place, (phase, _) in enumerate(_FLOW)}
 _CHECKS: dict[tuple[str, str], int] = {
@@ -76,15 +76,15 @@ _CHECKS: dict[tuple[str, str], int] = {
 _UNKNOWN_CHECK = len(_CHECKS)
 _DETAIL_LINES = 12
 _KEYED = (Check.EQUALITY_STATE, Check.EQUALITY_LAYOUT, Check.EQUALITY_LOAD)
-"""Checks of several tensors per param; the message names which."""
+"""Checks that compare several tensors per param. Only the message names the tensor."""
 
 
 def earliest_first(found: Iterable[Finding]) -> list[Finding]:
-    """Sort findings along the dataflow: by step, phase, check and rank."""
+    """Sort findings by step, phase, check and rank."""
 
     def place(finding: Finding) -> tuple[int, int, int, int]:
         phase = finding.phase or ""
-        # Findings without a phase, such as those about calls, sort before all phases.
+        # Findings without a phase, such as those about calls, come first.
         return (
             finding.step or 0,
             _PHASES.get(phase, -1),
@@ -96,19 +96,19 @@ def earliest_first(found: Iterable[Finding]) -> list[Finding]:
 
 
 def sort_and_merge(found: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Keep the earliest finding of each check, in order of dataflow.
+    """Keep the earliest finding of each check, in dataflow order.
 
-    The others of the same check are summarised in its `detail`: differing elements by rank.
+    Its `detail` summarises the check's other findings: differing elements by rank.
     """
     merged: dict[str, list[Finding]] = {}
     for finding in earliest_first(found):
-        # Groups keep the order of their earliest findings.
+        # Dicts keep insertion order, so checks stay in the order of their first findings.
         merged.setdefault(finding.check, []).append(finding)
     return tuple(replace(group[0], detail=_summary(group)) for group in merged.values())
 
 
 def of_first_step(found: Sequence[Finding]) -> list[Finding]:
-    """Return the findings of the first step with any; findings without a step stay."""
+    """Return the findings of the first bad step, and those without a step."""
     # Later steps start from wrong state, so their findings are consequences.
     first = min((finding.step for finding in found if finding.step is not None), default=None)
     return [finding for finding in found if finding.step in (None, first)]
@@ -126,11 +126,11 @@ def _summary(group: Sequence[Finding]) -> str:
             if finding.differ_count
             else ""
         )
-        # The subject of the message, without its explanation after the colon.
+        # Drop the explanation after the colon.
         what = finding.message.partition(": ")[0]
         key = f" ({what})" if finding.check in _KEYED else ""
         line = f"  {' '.join(places)}{count}{key}"
-        # Several spans of one param would repeat the same line.
+        # A param with several spans would repeat its line.
         lines += [line] if places and line not in lines else []
     if len(group) > _DETAIL_LINES:
         lines.append(f"  and {len(group) - _DETAIL_LINES} more")

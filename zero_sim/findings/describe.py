@@ -1,4 +1,8 @@
-"""Constructors of findings: from the observation of a check to the record that reports show."""
+"""Constructors of findings, used by checks.
+
+Several functions return a *template*: a finding with its coordinates, but without values. The
+judge then compares, and fills it in by `differing`, `outside` or `missing`.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +23,11 @@ from zero_sim.scenario.checks import Check
 from zero_sim.targets import Place
 
 EVIDENCE_ELEMS_MAX = 1024
-"""Elements kept of a differing tensor: enough for a pattern, not a whole model."""
+"""Elements to keep of a differing tensor: enough to show a pattern, not a whole model."""
 
 
 def loss(step: int, rank: int, micro: int) -> Finding:
-    """Return a template for the comparison of a loss."""
+    """Return a template for a training loss."""
     return Finding(
         check=Check.EQUALITY_LOSS,
         message=f"the loss of micro-batch {micro} differs",
@@ -34,17 +38,17 @@ def loss(step: int, rank: int, micro: int) -> Finding:
 
 
 def evaluated_loss(step: int, rank: int) -> Finding:
-    """Return a template for the comparison of a loss under `no_grad`."""
+    """Return a template for a loss under `no_grad`."""
     message = (
-        "the loss of a forward under no_grad differs from that of micro-batch 0, which has the "
-        "same params and the same batch"
+        "the loss of a forward under no_grad differs from the loss of micro-batch 0, which has "
+        "the same params and batch"
     )
     return replace(loss(step, rank, 0), message=message)
 
 
 _COMPARED = {
-    Check.EQUALITY_LOAD: (Phase.LOAD, "{key} is not what was saved"),
-    # `{key}` is filled in by `owned`.
+    Check.EQUALITY_LOAD: (Phase.LOAD, "{key} differs from the checkpoint"),
+    # `owned` fills in `{key}`.
     Check.EQUALITY_PARAMS: (Phase.GATHER, "the working param differs"),
     Check.EQUALITY_GRAD: (Phase.REDUCE, "the reduced gradient differs"),
     Check.EQUALITY_SCALE: (Phase.WRITE_BACK, "the scale of the fp8 param differs"),
@@ -53,17 +57,17 @@ _COMPARED = {
     Check.EQUALITY_STATE: (Phase.OPTIMIZER, "optimizer state {key!r} differs"),
     Check.INVARIANT_ONE_DEVICE: (
         Phase.REDUCE,
-        "ranks with the same data do not have the gradient of one device",
+        "the gradient of ranks with the same data differs from the gradient on one device",
     ),
-    Check.INVARIANT_CAST: (Phase.WRITE_BACK, "the working param is not its master, cast"),
+    Check.INVARIANT_CAST: (Phase.WRITE_BACK, "the working param differs from its cast master"),
 }
-"""Phase and message of each comparison of a tensor."""
+"""Phase and message of each check that compares a tensor."""
 
 
 def _compared(check: Check, step: int, rank: int, param: str | None = None) -> Finding:
     phase, message = _COMPARED[check]
     is_whole = check in (Check.EQUALITY_PARAMS, Check.EQUALITY_GRAD)
-    # Whole tensors start at element 0; other templates get an offset later, or have none.
+    # Whole tensors start at element 0. Other templates get an offset later, or have none.
     return Finding(
         check=check,
         message=message,
@@ -76,13 +80,13 @@ def _compared(check: Check, step: int, rank: int, param: str | None = None) -> F
 
 
 param = partial(_compared, Check.EQUALITY_PARAMS)
-"""Template for the comparison of a working param."""
+"""Template for a working param."""
 gradient = partial(_compared, Check.EQUALITY_GRAD)
-"""Template for the comparison of the reduced gradient of a whole param."""
+"""Template for a param's whole reduced gradient."""
 scale = partial(_compared, Check.EQUALITY_SCALE)
-"""Template for the comparison of an fp8 param's scale."""
+"""Template for an fp8 param's scale."""
 norm = partial(_compared, Check.EQUALITY_NORM)
-"""Template for the comparison of the gradient norm."""
+"""Template for the gradient norm."""
 
 _SAID = {
     "loss_scale": Check.EQUALITY_LOSS_SCALE,
@@ -90,11 +94,11 @@ _SAID = {
     "skipped": Check.EQUALITY_SKIPPED,
     "zeros": Check.EQUALITY_ZEROS,
 }
-"""Check of each value that an engine reports for a step."""
+"""Checks of the values in a step's report."""
 
 
 def misreported(name: str, step: int, rank: int, *, expected: object, got: object) -> Finding:
-    """Return a finding for a wrong report of the engine about a step."""
+    """Return a finding for a wrong value in the engine's report of a step."""
     return Finding(
         check=_SAID[name],
         step=step,
@@ -106,11 +110,11 @@ def misreported(name: str, step: int, rank: int, *, expected: object, got: objec
 
 
 def wrongly_raised(step: int, rank: int, *, raised: str) -> Finding:
-    """Return a finding for a step that raised without a cause, or should have raised.
+    """Return a finding for a step that raised without cause, or should have raised.
 
     Args:
-        step: Index of the step.
-        rank: Rank that took it.
+        step: The step.
+        rank: The rank.
         raised: The exception as text; empty if the step returned.
     """
     message = (
@@ -132,7 +136,7 @@ def wrongly_raised(step: int, rank: int, *, raised: str) -> Finding:
 def misreported_range(
     name: str, step: int, rank: int, *, ends: tuple[float, float], got: float
 ) -> Finding:
-    """Return a finding for a report of the engine outside of its interval."""
+    """Return a finding for a reported value outside its interval."""
     low, high = ends
     return Finding(
         check=_SAID[name],
@@ -149,14 +153,14 @@ def missing(at: Finding, message: str) -> Finding:
     """Return a finding for a value that only one side has.
 
     Args:
-        at: Template of the comparison.
-        message: Which side lacks it.
+        at: Template.
+        message: Names the side that lacks the value.
     """
     return replace(at, message=message, manner=_behind(at.manner, "missing"))
 
 
 def owned(check: Check, key: str, step: int, rank: int, place: Place) -> Finding:
-    """Return a template for a comparison of a place; offsets are of its first element."""
+    """Return a template for an owned place; offsets are those of its first element."""
     phase, message = _COMPARED[check]
     return Finding(
         check=check,
@@ -189,8 +193,8 @@ def differing(
         at: Template, with the offset of the first compared element.
         expected: Any shape.
         got: Tensor of the system.
-        hint: Recognised value, used if no single factor explains the difference.
-        explain: Returns the cause of a factor, such as `3 x the mean: ...`; empty if unknown.
+        hint: Recognised value, used if no common factor explains the difference.
+        explain: Takes the common factor, returns its cause: `3 x the mean: ...`, or empty.
     """
     if expected.dtype != got.dtype or expected.numel() != got.numel():
         # Not comparable element by element.
@@ -206,7 +210,7 @@ def differing(
     first = difference.first
     return replace(
         at,
-        # Any pair of numbers has a factor, so for a scalar a recognised value is worth more.
+        # Any two numbers have a factor, so for a scalar prefer the recognised value.
         message=_with_cause(
             at.message,
             None if hint and not expected.dim() else find_ratio(expected, got),
@@ -215,7 +219,7 @@ def differing(
         ),
         offset_in_param=None if at.offset_in_param is None else at.offset_in_param + first,
         flat_offset=None if at.flat_offset is None else at.flat_offset + first,
-        # Hex floats are exact; decimals below are for reading.
+        # Hex floats are exact; the decimals below are easier to read.
         expected=_hex(difference.expected) + _byte(expected, first),
         got=_hex(difference.got) + _byte(got, first),
         # repr is the shortest decimal that round-trips.
@@ -248,22 +252,21 @@ def outside(
         interval: Bounds by element. # 1D
         inside: True for elements within the bounds. # 1D, bool
         got: # 1D
-        cause: Cause of a factor, as returned by `explain` of `differing`.
+        cause: Cause of a common factor, as returned by `explain` in `differing`.
     """
     stray = ~inside
     first = int(stray.nonzero()[0])
     low, high = float(interval.low[first]), float(interval.high[first])
-    # An interval of one value: the sum is the same in every order.
+    # The sum is equal in every order, so the interval has a single value.
     is_one = low == high
-    # Evidence needs a single expected tensor.
+    # Evidence needs an expected tensor.
     middle = ((interval.low + interval.high) / 2).to(got.dtype)
     orders = (
-        "the value that every order of addition gives"
+        "the value that any order of addition gives"
         if is_one
-        else "all values that an order of addition can give"
+        else "all values that some order of addition gives"
     )
     return replace(
-        # An interval has no single value, so no factor or sign can be derived.
         at,
         message=f"{at.message.removesuffix(' differs')} is {cause}"
         if cause
@@ -277,6 +280,7 @@ def outside(
         differ_count=int(stray.sum()),
         compared_count=stray.numel(),
         differ_spans=_moved(spans_of(stray), by=at.offset_in_param or 0),
+        # Only these two manners, because an interval has no sign or factor to compare with.
         manner="values" if bool(got[stray].isfinite().all()) else "nonfinite",
         evidence=_evidence(first, middle, got),
     )
@@ -287,29 +291,29 @@ def _moved(spans: Sequence[tuple[int, int]], *, by: int) -> tuple[tuple[int, int
 
 
 def _evidence(first: int, expected: Tensor, got: Tensor) -> Evidence:
+    # Center on the first difference.
     start = max(0, first - EVIDENCE_ELEMS_MAX // 2)
-    # Centered on the first difference.
     stop = start + EVIDENCE_ELEMS_MAX
-    # Copies, because views of live state change in the next step; on the CPU, because results are
-    # sent to processes without the device.
+    # Copy, because views of live state change in the next step. To the CPU, because processes
+    # without the device also receive results.
     sides = (tensor.detach().reshape(-1)[start:stop] for tensor in (expected, got))
     kept = (side.to("cpu", copy=True) for side in sides)
     return Evidence(start=start, expected=next(kept), got=next(kept))
 
 
 def _manner_said(expected: object, got: object) -> str:
-    """Return the manner in which a reported value differs from the expected one."""
+    """Return the manner in which a reported value differs."""
     if got is None:
         return "missing"
     numbers = all(isinstance(each, int | float) for each in (expected, got))
+    # Flags and text have no order, so the value itself is the manner.
     if isinstance(got, bool) or not numbers:
         return str(got).lower()
-        # Flags and text have no order, so the value itself is the manner.
     return "smaller" if got < expected else "larger"  # pyrefly: ignore
 
 
 def _behind(key: str, manner: str) -> str:
-    """Append a manner to the key of the compared tensor, if there is one."""
+    """Put the tensor's key, if it has one, before the manner."""
     return f"{key} {manner}".strip()
 
 
@@ -318,21 +322,21 @@ def _hex(value: float) -> str:
 
 
 def _byte(values: Tensor, index: int) -> str:
-    """Return the byte of an fp8 number, which also distinguishes the two fp8 formats."""
-    # fp8 is the only floating-point dtype of one byte.
+    """Return an fp8 number's byte, because values alone do not show which fp8 format is used."""
+    # Only fp8 dtypes are floating-point with one byte.
     if not values.is_floating_point() or values.element_size() != 1:
         return ""
     return f" = byte {int(values.reshape(-1)[index].view(torch.uint8)):#04x}"
 
 
 def with_index(finding: Finding, shapes: dict[str, tuple[int, ...]]) -> Finding:
-    """Add the index in the param's shape if only the flat offset is known."""
+    """Add the index in the param's shape, if only the flat offset is known."""
     if finding.index is not None or finding.param not in shapes or finding.offset_in_param is None:
         return finding
     shape = shapes[finding.param]
     numel = torch.Size(shape).numel()
     if finding.offset_in_param >= numel:
-        # The offset may lie in padding, beyond the param.
+        # An offset in padding has no index.
         return finding
     index = torch.unravel_index(torch.tensor(finding.offset_in_param), shape) if shape else ()
     return replace(finding, index=tuple(int(i) for i in index))
@@ -342,24 +346,24 @@ Manner = Literal[
     "shape", "missing", "nonfinite", "finite", "zeros", "nonzeros", "sign", "one-ulp",
     "smaller", "larger", "moved", "values",
 ]  # fmt: skip
-"""Manner of a difference; the first that applies:
+"""Manner of a difference. The first that fits all differing elements:
 
-    shape      another dtype or number of elements
+    shape      different dtype or number of elements
     missing    only one side has a value
     finite     expected NaN or infinity, got finite values
-    nonfinite  an unexpected NaN or infinity
-    zeros      all differing elements are zero
-    nonzeros   zeros are expected in all of them
-    sign       all have the opposite sign
-    one-ulp    all are at most one representable value away
-    smaller    all are scaled down by one factor
-    larger     all are scaled up by one factor
-    moved      all are values from elsewhere in the tensor
+    nonfinite  unexpected NaN or infinity
+    zeros      got zero
+    nonzeros   expected zero
+    sign       opposite sign
+    one-ulp    next representable value
+    smaller    scaled down by a common factor
+    larger     scaled up by a common factor
+    moved      values from elsewhere in the tensor
     values     anything else
 """
 
 _FACTOR_MAX = 4096
-"""Largest whole factor, or its inverse, accepted for a single element. Any pair has some factor."""
+"""Largest factor n or 1/n accepted for a single element, because any two numbers have a factor."""
 
 
 def manner_of(expected: Tensor, got: Tensor) -> Manner:
@@ -367,7 +371,7 @@ def manner_of(expected: Tensor, got: Tensor) -> Manner:
 
     Args:
         expected: Any shape and dtype.
-        got: Tensor of the system; differs in at least one element.
+        got: Tensor of the system, different in at least one element.
     """
     if expected.dtype != got.dtype or expected.numel() != got.numel():
         return "shape"
@@ -381,8 +385,8 @@ def manner_of(expected: Tensor, got: Tensor) -> Manner:
         return "finite" if bool(came.isfinite().all()) else "nonfinite"
     if not bool(came.isfinite().all()):
         return "nonfinite"
+    # Distance in representable values, so it does not depend on the magnitude.
     apart = (places_of(expected[differs]) - places_of(got[differs])).abs()
-    # Distance in representable values of the dtype.
     is_near = bool((apart <= 1).all())
     return _of_values(
         wanted, came, expected.double(), eps=torch.finfo(expected.dtype).eps, is_near=is_near
@@ -392,7 +396,7 @@ def manner_of(expected: Tensor, got: Tensor) -> Manner:
 def _of_values(
     wanted: Tensor, came: Tensor, expected: Tensor, *, eps: float, is_near: bool = False
 ) -> Manner:
-    """Return the manner of finite differing elements, in fp64; `eps` is that of their dtype."""
+    """Return the manner of finite differing elements, in fp64; `eps` belongs to their own dtype."""
     if not bool(came.any()):
         return "zeros"
     if not bool(wanted.any()):
@@ -404,23 +408,23 @@ def _of_values(
     factor = _factor(wanted, came, eps=eps)
     if factor is not None:
         return "smaller" if abs(factor) < 1 else "larger"
-    # Nonzero values only, and more than one element: zeros and single values match by chance.
+    # Zeros and single elements would match by chance.
     if wanted.numel() > 1 and bool(torch.isin(came, expected[expected != 0]).all()):
         return "moved"
     return "values"
 
 
 def _factor(wanted: Tensor, came: Tensor, *, eps: float) -> float | None:
-    """Return the common factor of all elements, up to two roundings; None if there is none."""
+    """Return the common factor of all elements, up to two roundings; None without one."""
     if not bool(wanted.all()):
         return None
-    # The relative effect of rounding is smallest for the largest element.
+    # The largest element has the smallest relative rounding.
     largest = int(wanted.abs().argmax())
     factor = float(came[largest] / wanted[largest])
     inverse = 1 / factor if factor else 0.0
     nearest = float(round(inverse)) if abs(factor) < 1 else float(round(factor))
     exact = (1 / nearest if nearest else 0.0) if abs(factor) < 1 else nearest
-    # A whole factor needs no second value; for any other, one distinct value is no evidence.
+    # Any single value has some factor. Only n or 1/n is evidence without a second value.
     is_whole = 1 < abs(nearest) <= _FACTOR_MAX and abs(factor - exact) <= 2 * eps * abs(factor)
     if not is_whole and wanted.unique().numel() < 2:
         return None

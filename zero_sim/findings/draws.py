@@ -1,12 +1,13 @@
-"""Test whether a param is a changed draw or an unrelated one.
+"""Statistical test: is a param a changed copy of a random draw, or an independent draw?
 
 [Note: neighbours among two draws]
-Sort the values of both tensors together. If both are independent draws from one distribution, all
-ways to pair the 2n values are equally likely. So k given pairs of neighbours belong to one element
-each with probability 1 / ((2n - 1)(2n - 3) ... (2n - 2k + 1)). There are C(2n - k, k) ways to
-choose k pairs of neighbours. The product bounds the probability that k or more elements have their
-two values next to each other: at most 1/k!, for any distribution. In a slightly scaled or shifted
-draw, nearly all elements do. Equal values are not counted, because rows of zeros are no draw.
+Sort the 2n values of both tensors together. An element is a *pair* if its two values are
+neighbours. In two independent draws from one distribution, all pairings of the 2n values are
+equally likely. So k given neighbours are all pairs with probability
+1 / ((2n - 1)(2n - 3) ... (2n - 2k + 1)), and there are C(2n - k, k) ways to choose them. The
+product bounds the probability of k or more pairs: at most 1/k!, for any distribution. In a slightly
+scaled or shifted copy, nearly all elements are pairs. Equal values do not count, because rows of
+zeros are not drawn.
 """
 
 from __future__ import annotations
@@ -15,38 +16,37 @@ import torch
 from torch import Tensor
 
 FALSE_ALARM = 1e-8
-"""Largest probability of taking an independent draw for a changed one."""
+"""Largest probability of mistaking an independent draw for a changed copy."""
 
 
 def is_changed_draw(expected: Tensor, got: Tensor) -> bool:
-    """Return True if a param's values are a changed copy of the expected ones, not another draw.
+    """Return True if values are a changed copy of the expected draw, not an independent draw.
 
     Args:
-        expected: Start values of the param in another run.
-        got: Values of the same shape, at least one different.
+        expected: The param's start values in another run.
+        got: Same shape, with at least one different value.
     """
     elems = expected.numel()
     if elems > 1 and bool((expected == expected.reshape(-1)[0]).all()):
         return True  # Constants, such as ones or zeros, are not drawn.
-    # Shuffle, so that the order of equal values is independent of their elements. Seeded, so that
-    # the result is reproducible.
+    # Shuffle, so that ties do not sort by element. The seed makes the result reproducible.
     places = torch.randperm(2 * elems, generator=torch.Generator().manual_seed(0))
     values, order = torch.cat([expected.reshape(-1), got.reshape(-1)])[places].sort(stable=True)
-    # Index of the element that each sorted value belongs to.  # [2 * elems]
+    # [2 * elems]: element index of each sorted value.
     owners = places[order] % elems
     is_pair = (owners[1:] == owners[:-1]) & (values[1:] != values[:-1])
     return neighbours_probability(elems, int(is_pair.sum())) <= FALSE_ALARM
 
 
 def neighbours_probability(elems: int, count: int) -> float:
-    """Bound the probability of `count` or more neighbours in two independent draws.
+    """Bound the probability of `count` or more pairs in two independent draws.
 
     Args:
-        elems: Elements of each draw.
-        count: Elements whose two values are adjacent in the joint order.
+        elems: Length of each draw.
+        count: Number of pairs; see [Note: neighbours among two draws].
     """
     bound = 1.0
-    # Factor by factor, because C(2n - k, k) overflows for real params.
+    # Factor by factor, because C(2n - k, k) overflows at real param sizes.
     for index in range(count):
         ways = (2 * elems - count - index) / (index + 1)
         bound *= ways / (2 * elems - 1 - 2 * index)

@@ -1,12 +1,12 @@
-"""Recognition of wrong values as known ones, bit by bit.
+"""Recognition of wrong values as correct values from elsewhere, bit by bit.
 
-A wrong number is often a right number from elsewhere: another param's, the value before the step,
-an unreduced gradient. The match identifies the mistake.
+Examples are another param's values, the values before the step, and an unreduced gradient. Such a
+match identifies the mistake.
 
 [Note: no match by chance]
-Only differing elements are compared, at their own positions. At other positions only a run of
-several elements is matched, and only if it has two different nonzero values. If several known
-tensors match, none is reported.
+Only differing elements are compared, at their own positions. At other positions, a match must be a
+run of several elements with two different nonzero values. If several known tensors match, none is
+reported.
 """
 
 from __future__ import annotations
@@ -20,33 +20,36 @@ from zero_sim.findings.compare import same_bits, spans_of, unequal
 from zero_sim.sim.inflight.poison import poisoned
 
 RUN_ELEMS_MIN, RUN_ELEMS_MAX = 4, 64
-"""Least and most elements of a run that is searched elsewhere. A shorter run must match in full."""
+"""Length limits of a run that is searched at other positions. Shorter runs must match in full."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Known:
-    """Correct values of some tensor, as candidates for a match."""
+    """A correct tensor, as a candidate for a match."""
 
     what: str
     """Description, such as `that from before the step`."""
     values: Tensor
     start: int = 0
-    """Offset in `values`, flattened, of the compared position."""
+    """Offset of the compared position in the flattened `values`."""
     name: str = ""
-    """Name of the param with these values, if runs may be searched in all of it; else empty."""
+    """Param name. If empty, values match only at `start`, not at other positions."""
 
 
 def recognize(expected: Tensor, got: Tensor, *, known: Iterable[Known] = ()) -> str:
-    """Describe the observed values if they are recognised, such as `is zero`; else return "".
+    """Describe the observed values, such as `is zero`.
 
     Args:
         expected: Any shape.
         got: Same number of elements and dtype, different bits.
         known: Candidates, used only if the values are neither zero nor poison.
+
+    Returns:
+        Empty if the values are not recognised.
     """
     wanted, came = expected.reshape(-1), got.reshape(-1)
     differs = unequal(wanted, came)
-    # Only differing elements show where the values come from.
+    # Equal elements are not evidence of where the others come from.
     bad = came[differs]
     if bool(poisoned(bad).all()):
         return "is poison of memory in flight, so it was read before its wait or never written"
@@ -64,16 +67,16 @@ def recognize(expected: Tensor, got: Tensor, *, known: Iterable[Known] = ()) -> 
 
 
 def _holds(known: Known, came: Tensor, differs: Tensor) -> bool:
-    """Return True if the candidate has the observed bits at all differing elements."""
+    """Return True if a candidate equals the observed values at all differing elements."""
     values = known.values.reshape(-1)[known.start : known.start + came.numel()]
     fits = values.dtype == came.dtype and values.numel() == came.numel()
     return fits and same_bits(values[differs], came[differs])
 
 
 def _elsewhere(came: Tensor, differs: Tensor, places: Iterable[Known]) -> list[str]:
-    """Return the positions elsewhere that match the first differing run, or most of its start."""
+    """Describe the longest matches of the first differing run, or its beginning, elsewhere."""
     start, stop = spans_of(differs)[0]
-    # A limit on the run bounds the cost of the search.
+    # A limit on the run bounds the search time.
     run = came[start : min(stop, start + RUN_ELEMS_MAX)]
     least = min(run.numel(), RUN_ELEMS_MIN)
     found: dict[str, int] = {}
@@ -81,7 +84,7 @@ def _elsewhere(came: Tensor, differs: Tensor, places: Iterable[Known]) -> list[s
         values = each.values.reshape(-1)
         if not each.name or values.dtype != run.dtype:
             continue
-        # Try each position with the run's first value.
+        # A match can only begin at a position that has the run's first value.
         for first in (values == run[0]).nonzero().reshape(-1).tolist():
             there = values[first : first + run.numel()]
             unlike = unequal(there, run[: there.numel()]).nonzero()
@@ -97,5 +100,5 @@ def _elsewhere(came: Tensor, differs: Tensor, places: Iterable[Known]) -> list[s
 
 
 def _tells(run: Tensor) -> bool:
-    """Return True if a run is distinctive: it has two different nonzero values."""
+    """Return True if a run has two different nonzero values, so it cannot match by chance."""
     return len(set(run[run != 0].tolist())) > 1

@@ -1,4 +1,4 @@
-"""Records of verdicts, findings and results. All reports read these."""
+"""Records that all reports read: verdicts, findings and case results."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from zero_sim.scenario.spec import Scenario
     from zero_sim.sim import EventLog
 else:
-    # Records are decoded without torch, by their annotations.
+    # Records are decoded by their annotations, in processes that do not import torch.
     Tensor = Any
 
 Verdict = Literal["pass", "fail", "inconclusive", "error"]
-"""`pass`: everything observed is right; see `Scope`. `fail`: the system under test is wrong.
-`inconclusive`: no finding, but the case could not have shown one. `error`: the case was not judged.
+"""`pass`: every observed value is right; see `Scope`. `fail`: the system under test is wrong.
+`inconclusive`: no finding, but a bug could not have shown. `error`: the case was not judged.
 """
 Scope = Literal["full", "params-only"]
-"""`full`: an averaged gradient or optimizer state was compared. `params-only`: neither was. Most
-optimizers hide a wrong factor of the gradient from the params."""
+"""`full`: an averaged gradient or optimizer state was compared. `params-only`: neither was. This
+scope is weaker because most optimizers, such as Adam, cancel a wrong gradient factor."""
 
 
 TAKEN = "not declared, so taken: "
-"""Prefix of notes on rules that were worked out."""
+"""Prefix of notes on rules that zero_sim inferred from the run."""
 UNOBSERVED = "not observed, because the target does not report it: "
-"""Prefix of the note that lists unobserved items, separated by commas."""
+"""Prefix of the note on unobserved items; a comma-separated list follows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -39,32 +39,32 @@ class Evidence:
     """Compared elements around the first difference."""
 
     start: int
-    """Offset of the first of these elements in the compared tensor, flattened."""
+    """Offset of these elements in the flattened tensor."""
     expected: Tensor  # 1D
     got: Tensor  # 1D
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One violation of a check, with its coordinates; None for those that do not apply."""
+    """One violation of a check, with its coordinates. Those that do not apply are None."""
 
     check: str
-    """A `Check`; in a bundle of another version possibly an unknown one."""
+    """A `Check` id. Bundles of other versions may contain unknown ids."""
     message: str
     """The violation, in one sentence."""
     step: int | None = None
     """Optimizer step, counted from 0."""
     phase: str | None = None
-    """A `Phase` of the step; for unexpected errors, the exception's type."""
+    """A `Phase` of the step, or the exception type of an unexpected error."""
     rank: int | None = None
     param: str | None = None
-    """Name of the param in the model."""
+    """Param name in the model."""
     index: tuple[int, ...] | None = None
-    """Index within the param's shape."""
+    """Index of the first differing element in the param's shape."""
     offset_in_param: int | None = None
-    """The same element as an offset in the flattened param."""
+    """Offset of this element in the flattened param."""
     flat_offset: int | None = None
-    """Offset in the flat buffer, in elements."""
+    """Offset of this element in the flat buffer."""
     bucket: int | None = None
     shard: int | None = None
     shard_start: int | None = None
@@ -72,42 +72,42 @@ class Finding:
     shard_stop: int | None = None
     """One past the shard's last element."""
     expected: str | None = None
-    """Value of the reference, as a hex float. For fp8: before scaling, followed by its byte."""
+    """Reference value as a hex float. For fp8, the unscaled value and its byte."""
     got: str | None = None
-    """Value of the system, in the same form."""
+    """System value, in the same form."""
     expected_value: str | None = None
     """`expected` in decimal."""
     got_value: str | None = None
     """`got` in decimal."""
     ulp: int | None = None
-    """Distance of the two in representable numbers."""
+    """Distance from `expected` to `got` in representable numbers."""
     differ_count: int | None = None
     """Number of differing elements, out of `compared_count`."""
     compared_count: int | None = None
-    """Number of elements compared."""
+    """Number of compared elements."""
     differ_spans: tuple[tuple[int, int], ...] = ()
     """Half-open spans of differing elements in the flattened param, or in the compared tensor if
-    there is no param. Only the first ones if there are many."""
+    there is no param. At most the first `SPANS_MAX`."""
     manner: str = ""
-    """Manner of the difference, as in `zero_sim.findings.describe`, after the key of the compared
-    tensor if there are several. Empty for findings without a comparison of values."""
+    """A `zero_sim.findings.describe.Manner`, preceded by the tensor's key if a check compares
+    several: `exp_avg sign`. Empty if no values were compared."""
     call_start: int | None = None
-    """Number of calls in the world's log when this step began on the rank."""
+    """Length of the world's call log when this rank began the step."""
     call_stop: int | None = None
-    """Number of calls in the world's log when the finding was made."""
+    """Length of the world's call log when the check failed."""
     detail: str = ""
-    """Further lines: a table, a traceback."""
+    """Further lines, such as a table or a traceback."""
     # Excluded from equality, because == on tensors gives a tensor.
     evidence: Evidence | None = field(default=None, compare=False, repr=False)
-    """The tensors around the first difference, if kept."""
+    """Tensors around the first difference, if kept."""
 
     @property
     def identity(self) -> tuple[str, int | None, int | None, str | None]:
-        """Key of equal failures: check, step, rank and param."""
+        """Check, step, rank and param. Findings with equal keys count as the same failure."""
         return self.check, self.step, self.rank, self.param
 
     def as_dict(self) -> dict[str, object]:
-        """Return all fields but the evidence, as JSON values."""
+        """Return all fields except the evidence, as JSON values."""
         return _plain(self)
 
 
@@ -122,7 +122,7 @@ class MappedBucket:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MappedShard:
-    """A shard of a bucket, and the ranks that hold it."""
+    """A bucket's shard, and the ranks that hold it."""
 
     index: int
     bucket: int
@@ -133,13 +133,13 @@ class MappedShard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MappedPiece:
-    """The part of a param inside one shard."""
+    """A param's elements inside one shard."""
 
     param: str
     start: int
     stop: int
     param_start: int
-    """Offset of the first element in the flattened param."""
+    """Offset of `start` in the flattened param."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,30 +150,30 @@ class BufferMap:
     """
 
     check: str = ""
-    """Check of the finding; empty for a buffer without one."""
+    """The finding's check; empty without a finding."""
     buffer: int
     elems: int
-    """Length of the buffer, as reported by its owners."""
+    """Buffer length, as reported by its owners."""
     start: int
     stop: int
-    """The mapped part of the buffer, with `start`: all of it, unless it has too many pieces."""
+    """The map shows [start, stop): the whole buffer, or a window if it has too many pieces."""
     buckets: tuple[MappedBucket, ...]
     shards: tuple[MappedShard, ...]
     pieces: tuple[MappedPiece, ...]
     """In buffer order."""
     padding: tuple[tuple[int, int], ...]
-    """Elements of no param."""
+    """Elements that belong to no param."""
     unowned: tuple[tuple[int, int], ...]
-    """Elements of a param without an owner."""
+    """Param elements without an owner."""
     differ: tuple[tuple[int, int], ...]
-    """Differing elements on any rank; only the first spans if there are many."""
+    """Elements that differ on any rank; only the first spans if there are many."""
     differ_cut: bool
-    """True if there are more."""
+    """True if `differ` omits spans."""
     differ_ranks: tuple[int, ...]
     """Ranks with a difference."""
 
     def as_dict(self) -> dict[str, object]:
-        """Return all fields, as JSON values."""
+        """Return all fields as JSON values."""
         return dataclasses.asdict(self)
 
 
@@ -186,36 +186,35 @@ class CaseResult:
     seconds: float
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
-    """Remarks for the reader, one sentence each."""
+    """Remarks for the reader, each a sentence."""
     compared_elems: int = 0
     """Elements compared bit for bit, over all steps, ranks and tensors."""
     owed: Mapping[str, int] = field(default_factory=dict)
-    """Elements of reduced gradients over all steps, by guarantee: `order-free`, `one-sum`,
+    """Reduced gradient elements over all steps, by guarantee: `order-free`, `one-sum`,
     `modelled-order` or `bound`; see `zero_sim.judge.guarantee`."""
     unobserved: tuple[str, ...] = ()
-    """Items that the target does not report, so they were not compared."""
+    """Items that were not compared because the target does not report them."""
     scope: Scope = "full"
-    """Coverage of a pass."""
     collectives: int = 0
-    """Number of collectives recorded by the world, without those of the judge."""
+    """Number of collectives in the world's log; the judge's own are excluded."""
     log_digest: str = ""
-    """Digest of the event log; equal for two runs with one seed."""
+    """Event log digest. Two runs with one seed have equal digests."""
     error: str = ""
-    """Reason why the case was not judged, for verdict `error`."""
+    """Reason why the case was not judged, if the verdict is `error`."""
     strip: BufferMap | None = None
     """Buffer map of the first finding that lies in a flat buffer."""
     twin: Scenario | None = field(default=None, compare=False, repr=False)
-    """SGD variant in which the findings were made; None for the case itself."""
+    """SGD twin that has the findings; None if the case itself has them."""
     logs: tuple[EventLog, ...] = field(default=(), compare=False, repr=False)
-    """Event log of each world of the case; kept if it failed, or on request."""
+    """Event log of each world; kept if the case failed, or on request."""
 
     @property
     def passes_by_params_only(self) -> bool:
-        """True if the case passes without an averaged gradient or optimizer state compared."""
+        """True for a pass in which no averaged gradient or optimizer state was compared."""
         return self.verdict == "pass" and self.scope == "params-only"
 
     def as_dict(self) -> dict[str, object]:
-        """Return all fields but event logs and twin, as JSON values."""
+        """Return all fields except logs and twin, as JSON values."""
         return {
             **_plain(self),
             "findings": [finding.as_dict() for finding in self.findings],
@@ -224,7 +223,7 @@ class CaseResult:
 
 
 def taken_notes(result: CaseResult) -> tuple[str, ...]:
-    """Return notes on rules that were worked out because the target declares none."""
+    """Return notes on inferred rules, which the target does not declare."""
     return tuple(note for note in result.notes if note.startswith(TAKEN))
 
 
@@ -234,7 +233,7 @@ def not_judged(
     """Return the result of a case that was not judged.
 
     Args:
-        case_id: Id of the case.
+        case_id: The case.
         error: Reason, in one sentence.
         finding: Internal error; None if the case was refused.
         seconds: Duration.
@@ -244,14 +243,14 @@ def not_judged(
 
 
 def unforeseen(error: Exception, *, id: str, seconds: float = 0.0) -> CaseResult:
-    """Return the result of a case whose judging raised an unexpected error.
+    """Return the result of a case that raised an unexpected error.
 
     Args:
-        error: The exception; call this while it is being handled.
-        id: Id of the case.
+        error: The exception. Call this inside its `except` block.
+        id: The case.
         seconds: Duration.
     """
-    # `format_exc` reads the exception that is being handled.
+    # `format_exc` reads the current exception, not `error`.
     finding = Finding(
         check=Check.INTERNAL_ERROR,
         phase=type(error).__name__,

@@ -80,7 +80,7 @@ class FactorCauses:
         if ratio is None or name is None:
             return ""
         expected = self.noun.format("mean" if self.is_mean else "sum")
-        rounded = ", but for rounding" if ratio.is_rounded else ""
+        rounded = ", up to rounding" if ratio.is_rounded else ""
         times = "x" if ratio.is_multiple else "of"
         return f"{ratio} {times} {expected}{rounded}: {self._cause(name, ratio)}"
 

@@ -122,7 +122,7 @@ def _compare_scales(
         if scale is None:
             yield findings.missing(at, "the system does not have the scale after the load")
         elif group.comparer.differs(standing.scales[name], scale):
-            at = replace(at, message="the scale of the fp8 param is not what was saved")
+            at = replace(at, message="the scale of the fp8 param differs from the checkpoint")
             yield group.differing(at, standing.scales[name], scale)
 
 
@@ -135,7 +135,7 @@ def _compare_buffers(
         # With another name or dtype, only the loss of the next forward shows a difference.
         got = held[alike[0]] if len(alike) == 1 else wanted
         if got.dtype == wanted.dtype and group.comparer.differs(wanted, got):
-            message = "the buffer of the module is not what was saved"
+            message = "the buffer of the module differs from the checkpoint"
             at = replace(_of_param(group, name, rank=rank), manner="buffer", message=message)
             yield group.differing(at, wanted, got)
 
@@ -171,7 +171,7 @@ def _setting(
 ) -> Finding:
     return Finding(
         check=CHECK,
-        message=f"{what} is not what was saved: expected {expected!r}, got {got!r}",
+        message=f"{what} differs from the checkpoint: expected {expected!r}, got {got!r}",
         step=group.first_step,
         phase=Phase.LOAD,
         rank=rank,
@@ -184,7 +184,7 @@ def _of_param(group: JudgedGroup, name: str, *, rank: int) -> Finding:
     """Return a template for the comparison of a whole working param."""
     return Finding(
         check=CHECK,
-        message="the working param is not what was saved",
+        message="the working param differs from the checkpoint",
         step=group.first_step,
         phase=Phase.LOAD,
         rank=rank,

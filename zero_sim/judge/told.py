@@ -109,7 +109,7 @@ def told_otherwise(
     ratio = find_ratio(told, got) if alike else None
     if ratio and ratio.is_rounded and not ratio.is_multiple and ratio.number == expected.divisor:
         # The target also divides by another rule.
-        what = f"its values {_where('after-division', expected.divisor)}, but for rounding"
+        what = f"its values {_where('after-division', expected.divisor)}, up to rounding"
         return _declare(what, "grads_told='after-division'")
     return ""
 
