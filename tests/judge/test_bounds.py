@@ -258,7 +258,7 @@ class TestAWrongSystemFails:
         fault = FaultSpec(kind=kind, rank=1, collective="reduce_scatter")
         result = bounded(model=model, faults=(fault,))
         assert checks_of(result)[0] == "equality.grad"
-        assert "an order of addition can give" in result.findings[0].message
+        assert "some order of addition gives" in result.findings[0].message
         assert " to " in result.findings[0].expected_value
 
     def test_a_certified_element_is_owed_exactly(self, bounded):
@@ -267,7 +267,7 @@ class TestAWrongSystemFails:
             model=ModelSpec(name="bit-hash", shapes=((40,),), dtype="bf16"), faults=(fault,)
         )
         assert checks_of(result)[0] == "equality.grad"
-        assert "every order of addition gives" in result.findings[0].message
+        assert "any order of addition gives" in result.findings[0].message
 
     def test_a_wrong_divisor(self, bounded, monkeypatch):
         right = DistributedOptimizer.step

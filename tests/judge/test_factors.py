@@ -55,11 +55,17 @@ def never_divided(grad, group):
     [
         (3, True, True, 3, "3 x the mean: the sum over 3 ranks was not divided"),
         (6, True, True, 6, "6 x the mean: the sum over 6 micro-batches of all ranks was not"),
-        (2, True, True, 6, "2 x the mean: the sum was divided by 3, not by the 2 micro-batches"),
+        (
+            2,
+            True,
+            True,
+            6,
+            "2 x the mean: the sum was divided by 3, but not by the 2 micro-batches",
+        ),
         (2, False, True, 3, "1/2 of the mean: it was divided by the 2 micro-batches as well"),
         (3, False, True, 3, "1/3 of the mean: it was divided by the 3 ranks once too often"),
         (3, False, False, 3, "1/3 of the sum: it was divided by the 3 ranks already"),
-        (2, True, False, 3, "2 x the sum: it counts the 2 micro-batches twice"),
+        (2, True, False, 3, "2 x the sum: it was summed over the 2 micro-batches twice"),
     ],
 )
 def test_numbers_of_the_case_are_causes(number, is_multiple, is_mean, divisor, cause):

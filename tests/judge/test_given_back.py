@@ -117,9 +117,9 @@ def shared(module):
         (view, "has a param of 36 bytes in a foreign storage of 48 bytes"),
         (placeholder, "has a param of 36 bytes in a foreign storage of 4 bytes"),
         (gradient, "still has a gradient of a param"),
-        (other_values, "has other values of a param than it had in the engine"),
-        (other_object, "has another object in the place of a param"),
-        (other_dtype, "has a param of another form, (3, 3), torch.float64"),
+        (other_values, "has other values of a param than the engine had"),
+        (other_object, "has another object in place of a param"),
+        (other_dtype, "has a param of other shape or dtype: (3, 3), torch.float64"),
     ],
 )
 def test_a_param_that_is_not_as_it_was_is_named(spoil, words):

@@ -1,13 +1,14 @@
-"""Adoption of other bits of a target's elementwise rule, which depend on the ends of its loops.
+"""Adoption of a target's bits, if its own update rule depends on where tensors are cut.
 
 [Note: adopted bits]
-Vectorised loops compute their last elements differently, so the bits of an element depend on the
-tensor that contains it. An element may have the rule's bits in any tensor (`reference.cuts`):
+Vectorised loops compute their last elements differently. So an element's bits may depend on its
+position in the tensor that the rule updates. The judge accepts the bits of any such tensor
+(`reference.cuts`):
 
-1. Its owner decides; master and state must have the bits of a single such tensor.
-2. If a rank reports the working param earlier, that fixes its value. The owner's master must then
-   cast to it.
-3. All other ranks and all later steps are compared with the decision.
+1. The owner decides. Master and state must come from the same tensor.
+2. If a rank reports the working param first, its value is fixed. The owner's master must cast to
+   it.
+3. The decision holds for all other ranks and all later steps.
 """
 
 from __future__ import annotations
@@ -27,26 +28,29 @@ Values = Mapping[str, Tensor]  # each 1D
 
 
 class Adoption:
-    """Adopts bits of the system in the reference's state, before a comparison.
+    """Adopts the system's bits in the reference's state, before a comparison.
 
     Args:
-        source: Steps of the reference.
+        source: The reference's steps.
     """
 
     def __init__(self, source: StepSource) -> None:
         self._source = source
         self._step = -1
         self._owned: dict[str, Tensor] = {}  # each 1D, bool
-        """Elements whose owner was observed in this step, by param."""
+        """Mask of elements whose owner was observed in this step, by param."""
         self._cast: dict[str, Tensor] = {}  # each 1D, bool
-        """Elements whose working param was observed in this step, by param."""
+        """Mask of elements whose working param was observed in this step, by param."""
 
     def see_part(self, part: OwnedPart, expected: ReferenceStep) -> bool:
-        """Adopt bits before a part is compared; return False if it can no longer be compared.
+        """Adopt bits before a part is compared.
 
         Args:
-            part: The part, as reported by its engine.
-            expected: The step; its masters, state and params change.
+            part: Reported by its engine.
+            expected: The step. Its masters, state and params change in place.
+
+        Returns:
+            False if the part can no longer be compared.
         """
         if not self._follows(expected):
             return True
@@ -59,7 +63,6 @@ class Adoption:
             key: cut_state(value, master=whole, start=place.start, stop=place.stop)
             for key, value in expected.state[name].items()
         }
-        # All tensors of the part must have the bits of one cut.
         shown = {"": part.master, **part.state}
         apart = elements_apart(wanted, shown)
         cut = self._cut_step(expected, name, apart, owned[span])
@@ -67,7 +70,8 @@ class Adoption:
             working = expected.params[name].reshape(-1)
 
             def holds(elems: Tensor, values: Values) -> Tensor:
-                # The owner must agree with itself in all keys, and with a rank observed earlier.
+                # Master and state must fit together, and the master must cast to the working param
+                # if another rank has reported it.
                 held = same_as(shown, elems - place.start, values)
                 now = same_elements(values[""].to(working.dtype), working[elems]).cpu()
                 return held & (now | ~cast[elems])
@@ -78,19 +82,22 @@ class Adoption:
         return self._source.uncertified_step is None
 
     def see_param(self, name: str, got: Tensor, expected: ReferenceStep) -> bool:
-        """Adopt bits before a working param is compared; return False if it no longer can be.
+        """Adopt bits before a working param is compared.
 
         Args:
-            name: Name of the param.
-            got: Its values on some rank.
-            expected: The step; its masters, state and params change.
+            name: Param name.
+            got: Its values on a rank.
+            expected: The step. Its masters, state and params change in place.
+
+        Returns:
+            False if the param can no longer be compared.
         """
         if not self._follows(expected) or name not in expected.masters:
             return True
         owned, cast = self._seen(expected, name)
         apart = elements_apart({"": expected.params[name].reshape(-1)}, {"": got.reshape(-1)})
         cut = self._cut_step(expected, name, apart, owned | cast)
-        # Only the cast of the master is visible here, not master and state.
+        # Only the cast master is visible here, not master and state.
         if cut is not None and apart is not None:
             flat = got.reshape(-1)
 
@@ -98,7 +105,7 @@ class Adoption:
                 return same_elements(values[""].to(flat.dtype), flat[elems]).cpu()
 
             self._adopt(expected, name, apart, cut.bits_elsewhere(apart, holds=holds))
-        # A rank has the whole working param, so all of it is decided.
+        # A rank has the whole working param, so all elements are decided.
         cast[:] = True
         return self._source.uncertified_step is None
 
@@ -107,19 +114,19 @@ class Adoption:
         return not expected.skipped and self._source.has_own_rule
 
     def _seen(self, expected: ReferenceStep, name: str) -> tuple[Tensor, Tensor]:
-        # Decisions hold for one step; the next one starts from the adopted bits.
+        # A decision is for one step. The next step starts from the adopted bits.
         if expected.step != self._step:
             self._step = expected.step
             self._owned.clear()
             self._cast.clear()
-        # Masks of whole params, because parts of several ranks share the decision.
+        # Masks of whole params, because several ranks' parts share them.
         new = torch.zeros(expected.masters[name].numel(), dtype=torch.bool)
         return self._owned.setdefault(name, new), self._cast.setdefault(name, new.clone())
 
     def _cut_step(
         self, expected: ReferenceStep, name: str, apart: Tensor | None, decided: Tensor
     ) -> CutStep | None:
-        # If any differing element was decided earlier, the difference is a finding.
+        # If a differing element was decided before, the difference is a finding.
         if apart is None or not apart.numel() or bool(decided[apart].any()):
             return None
         return self._source.reference.cut_step(expected, name=name)
@@ -132,11 +139,11 @@ class Adoption:
 
 
 def adopt_bits(follower: Follower, part: OwnedPart) -> None:
-    """Adopt bits of a part that a follower has just stepped.
+    """Adopt a part's bits, after its follower has stepped.
 
     Args:
-        follower: State of the part; it may change.
-        part: The part, as reported by its engine.
+        follower: Expected state of the part. Changes in place.
+        part: Reported by its engine.
     """
     shown = {"": part.master, **part.state}
     apart = elements_apart({"": follower.master, **follower.state}, shown)
@@ -149,11 +156,14 @@ def adopt_bits(follower: Follower, part: OwnedPart) -> None:
 
 
 def elements_apart(wanted: Values, shown: Values) -> Tensor | None:
-    """Return the indices of elements that differ in any key; None if keys, dtypes or sizes differ.
+    """Return the indices of elements that differ in any key.
 
     Args:
-        wanted: Expected tensors by key; 1D, or any shape for those without a value per element.
-        shown: Tensors of the system by key.
+        wanted: Expected tensors by key, 1D if they have a value per element.
+        shown: The system's tensors by key.
+
+    Returns:
+        None if keys, dtypes or sizes differ.
     """
     elems = wanted[""].numel()
     apart = torch.zeros(elems, dtype=torch.bool)
@@ -163,20 +173,20 @@ def elements_apart(wanted: Values, shown: Values) -> Tensor | None:
             return None
         if one.numel() != other.numel():
             return None
-        # Counters and factors of matrices have another shape and are not compared by element.
+        # Skip counters and matrix factors, which have no value per element.
         if one.shape == apart.shape and not torch.equal(one, other):
-            # Masks are on the CPU; tensors of the system may be on another device.
+            # Masks are on the CPU, but the system's tensors may be on another device.
             apart |= ~same_elements(one, other).cpu()
     return apart.nonzero().reshape(-1)
 
 
 def same_as(shown: Values, elems: Tensor, values: Values) -> Tensor:
-    """Return a mask of the elements with the given values in all keys.
+    """Return a mask of elements that have the given values in all keys.
 
     Args:
-        shown: Tensors of the system by key. # each 1D
-        elems: Indices into them. # 1D
-        values: Values to compare with, one per index.
+        shown: The system's tensors by key. # each 1D
+        elems: Indices into these tensors. # 1D
+        values: Values at these indices, by key. # each 1D
     """
     same = torch.ones_like(elems, dtype=torch.bool)
     for key, value in values.items():

@@ -1,18 +1,17 @@
 """Comparison for an unknown order of addition: bounds for sums, exact bits for the rest.
 
 [Note: unknown order]
-After each step, all of this is checked. Together the checks leave freedom only in the sums:
+After each step, these checks leave freedom only in the sums:
 
-1. Each rank is replayed from the working params that the system reported after the previous step.
-   So its losses must match bit for bit, and its local gradients are known.
+1. Losses match bit for bit. The reference replays each rank from the working params that the system
+   reported after the previous step, so it knows losses and local gradients exactly.
 2. A reduced gradient lies within the bound proven from the local gradients. If no order changes the
-   sum, it must match bit for bit.
-3. Ranks with the same sum have the same bits of it, because one rank completes it and copies are
-   sent.
+   sum, it matches bit for bit.
+3. All ranks with the same sum have the same bits, because one rank completes it and sends copies.
 4. Master and optimizer state follow bit for bit from the reported gradient.
-5. The norm lies in the interval that the gradients' bounds imply. It is equal on all ranks, and is
+5. The norm lies in the interval that the gradient bounds imply. It is equal on all ranks, and is
    the norm of the reported gradients. Clipping uses the reported norm.
-6. On its owner, a working param is its master, cast; it is equal on all ranks. The next step is
+6. The owner's working param is its cast master. It is equal on all ranks, and the next step is
    replayed from it.
 """
 
@@ -47,16 +46,14 @@ _NOT_TOLD = (
 
 
 class BoundedComparison(Steps):
-    """Compares a group with every result that some order of addition can give.
-
-    See [Note: unknown order].
+    """Accepts every result that some order of addition gives; see [Note: unknown order].
 
     Args:
         group: The judged group.
         reference: Its oracle, before the first step.
     """
 
-    # The replay needs the params that ranks report after the previous step.
+    # A replay needs the params that ranks report after the previous step.
     steps_unseen = False
 
     def __init__(self, group: JudgedGroup, *, reference: BoundedReference) -> None:
@@ -67,7 +64,7 @@ class BoundedComparison(Steps):
         self._last_step: int | None = None
         self._ledger = Ledger(group.world_ranks)
         self._followers: dict[tuple[str, int, int], tuple[int, Follower]] = {}
-        """Number of steps taken, and master and state, by part of a param."""
+        """Number of taken steps, and state after them, by param, start and stop of the part."""
         self._norms: dict[int, Tensor | None] = {}
         """Last reported norm, by rank."""
         self._width = Width()
@@ -76,15 +73,15 @@ class BoundedComparison(Steps):
         self._part_stats: list[PartStats] = []
         self._reported_stats: list[ReportedStats] = []
         world, system = group.scenario.world, group.scenario.system
-        # At stage 0 every rank has all state, so each is a replica of its own.
+        # At stage 0 every rank has all state, so each rank is a replica.
         self._replica_count = world.size if system.stage == 0 else system.redundancy
 
     def follows(self, step: int) -> bool:
-        """Return True if all earlier steps could be followed."""
+        """Return True if all earlier steps were followed."""
         return self.uncertified_step is None or step <= self.uncertified_step
 
     def start_from(self, params: Mapping[str, Tensor]) -> None:
-        """Use start values that the system drew."""
+        """Start from values that the system drew."""
         self._reference.start_from(params)
 
     def set_addresses(self, addresses: Sequence[Addresses]) -> None:
@@ -92,10 +89,10 @@ class BoundedComparison(Steps):
         self._reference.set_addresses(addresses)
 
     def advance(self, *, told: Tensor | None = None) -> None:
-        """Replay the next step from the params reported after the last one.
+        """Replay the next step from the params that ranks reported after the last step.
 
         Args:
-            told: Not used: reported norms are read in the comparison.
+            told: Ignored, because the comparison reads the reported norms.
         """
         taken = self._step()
         if self.on_step is not None:
@@ -103,7 +100,7 @@ class BoundedComparison(Steps):
 
     def _step(self) -> BoundedStep:
         if self._last_step is not None:
-            # Not the reference's own params: sums may differ within their bounds.
+            # Not the reference's own params, because sums may differ within their bounds.
             self._reference.adopt(self._ledger.params_of(self._last_step))
         taken = self._reference.replay_step()
         self._last_step = taken.step
@@ -112,55 +109,56 @@ class BoundedComparison(Steps):
         if self._unfollowed:
             self.uncertified_step = taken.step
         elif taken.norm.isfinite():
-            # Other steps have no finite bounds.
+            # Only finite norms have finite bounds.
             self._width += _width_of(taken)
         return taken
 
     def forget(self, step: int) -> None:
-        """Drop a step that all ranks were compared with, except the params that follow from it."""
+        """Drop a step after all ranks were compared, except for its resulting params."""
         super().forget(step)
         self._ledger.forget(before=step)
 
     def scale_names(self, step: int) -> Sequence[str]:
-        """Return nothing: fp8 params are only judged with a known order."""
+        """Return nothing, because fp8 params need a known order."""
         return ()
 
     def compare_scales(
         self, scales: Mapping[str, Tensor | None], *, rank: int, step: int
     ) -> Iterator[Finding]:
-        """Yield nothing; see `scale_names`."""
+        """Yield nothing, because fp8 params need a known order."""
         yield from ()
 
     def compare_losses(
         self, losses: Sequence[Tensor], *, reads: ForwardReads | None, rank: int, step: int
     ) -> Iterator[Finding]:
-        """Compare a rank's losses; arguments as for `compare_measured`."""
+        """Compare a rank's losses. If a loss differs, also compare the params its forward read."""
         return compare_losses(losses, self.steps[step], reads=reads, group=self._group, rank=rank)
 
     def compare_loaded(self, engine: EngineAdapter, *, rank: int) -> Iterator[Finding]:
-        """Yield nothing: a case with an unknown order does not continue in another world."""
+        """Yield nothing, because a case with an unknown order cannot reload."""
         yield from ()
 
     def note_agreed(self, part: OwnedPart, *, rank: int, step: int) -> None:
-        """Do nothing: no steps come from another process."""
+        """Do nothing, because steps are never shared."""
 
     def add_to(self, judged: JudgeReport) -> JudgeReport:
-        """Return the report with digests of the ranks' reports, compared if all ranks are here."""
+        """Add width and digests to a report. Compare the digests if all ranks are observed here."""
         digests = RankDigests(
             copies=tuple(self._copies),
             part_stats=tuple(self._part_stats),
             reported=tuple(self._reported_stats),
         )
         judged = replace(judged, width=self._width, unfollowed=self._unfollowed, digests=digests)
+        # If other processes have more digests, merging their reports compares them.
         return with_digests(judged) if self._group.sees_all else judged
-        # Otherwise other processes have the rest; the merge of their reports compares them.
 
     def _why_not_followed(self, taken: BoundedStep) -> str:
-        """Return the reason why the rest of a step cannot be judged; empty if it can."""
+        """Return the reason why the step's update cannot be followed; empty if it can."""
         if PARTS in self._group.unobserved:
             return _NOT_TOLD.format(what=PARTS)
         narrow = any(grad.dtype is not torch.float32 for grad in taken.grads.values())
-        # A narrow gradient that was divided and rounded does not determine the sum before it.
+        # Several bf16 sums may round to the same quotient, so a quotient does not determine its
+        # sum.
         if self._tells_divided(taken) and narrow:
             return (
                 "the order of addition is unknown, so an update can only be followed from the "
@@ -175,15 +173,15 @@ class BoundedComparison(Steps):
         return ""
 
     def _tells_divided(self, taken: BoundedStep) -> bool:
-        """Return True if reported gradients are already divided, by more than 1."""
+        """Return True if reported gradients are already divided."""
         return taken.divisor != 1 and self._group.tells_divided
 
     def compare_measured(self, result: StepResult, *, rank: int, step: int) -> Iterator[Finding]:
-        """Compare norm and zeros with the intervals that the bounds leave."""
+        """Compare norm and zeros with the intervals that the bounds imply."""
         expected = self.steps[step]
         self._norms[rank] = result.norm
         if expected.overflow != "never":
-            # With an overflow the step is skipped and nothing is measured.
+            # On overflow the step is skipped, so nothing is measured.
             return
         norm, zeros = result.norm, result.zeros
         if norm is not None:
@@ -198,31 +196,31 @@ class BoundedComparison(Steps):
         if zeros is not None and not expected.zeros_min <= zeros <= expected.zeros:
             ends = expected.zeros_min, expected.zeros
             yield findings.misreported_range("zeros", step, rank, ends=ends, got=zeros)
-        # Compared with the norm of all parts, once every part was observed.
+        # To compare with the norm of all parts, once every part was observed.
         self._reported_stats.append(
             ReportedStats(
                 step=step,
                 rank=self._group.world_ranks[rank],
                 norm=None if norm is None else norm.item(),
                 zeros=zeros,
-                # Frozen params do not count in the norm, so their parts are not summed either.
+                # Inactive params do not count in the norm, and their parts are not summed.
                 terms=sum(expected.grads[name].numel() for name in expected.active),
             )
         )
 
     def compare_part(self, part: OwnedPart, *, rank: int, step: int) -> Iterator[Finding]:
-        """Compare a part's gradient with its bounds, and everything after it bit for bit."""
+        """Compare a part's gradient with its bounds, and its update bit for bit."""
         expected, place = self.steps[step], part.place
         name, start, stop = place.param, place.start, place.stop
         at = findings.owned(Check.EQUALITY_GRAD, "", step, rank, place)
         wanted = expected.grads[name].reshape(-1)[start:stop]
         bound, grad = expected.bounds[name].cut(start, stop), part.grad
         if grad is None and bool(((bound.low == 0) & (bound.high == 0)).all()):
-            # Engines report None for zeros, for example for a param that is frozen or unused.
+            # Engines report None for zeros, such as the gradient of a frozen or unused param.
             grad, part = wanted, replace(part, grad=wanted)
         if grad is None:
             if self._group.telling[rank] and bool(bound.signed.any()):
-                # `signed`: the bound excludes zero, so a missing gradient cannot be zeros.
+                # The bound excludes zero, so a missing gradient cannot mean zeros.
                 yield findings.missing(at, "the system has no gradient of this param")
                 return
             self._group.unobserved.add(GRADIENTS)
@@ -236,7 +234,7 @@ class BoundedComparison(Steps):
         of_sum = bound
         divisor = expected.divisor if self._tells_divided(expected) else 1
         if divisor != 1:
-            # Reported after the division, so divide the bound as well.
+            # Gradients are reported after the division, so divide the bound, too.
             bound = of_sum.divided_by(divisor)
         inside = bound.holds(grad)
         if not bool(inside.all()):
@@ -248,14 +246,13 @@ class BoundedComparison(Steps):
             )
             yield replace(found, detail=hint)
         if self._replica_count > 1 or place.replicas > 1:
-            # Without replicas no other rank has this part.
             yield from self._compare_copies(
                 "grad", grad, step=step, rank=rank, param=name, start=start
             )
+        # From here on exact, because update rules are deterministic.
         follower = self._follow(rank, part, expected)
-        # From here on exact: update rules are deterministic given the gradient.
         if self._reference.cut_dependence:
-            # Bits of the rule depend on the tensor's ends, so nothing after this is known.
+            # The rule's bits depend on where tensors are cut, so nothing after this is known.
             self._unfollowed = self._reference.cut_dependence
             self.uncertified_step = step
             return
@@ -273,7 +270,7 @@ class BoundedComparison(Steps):
         )
 
     def _follow(self, rank: int, part: OwnedPart, expected: BoundedStep) -> Follower:
-        """Return a part's follower after the step; the first observed rank advances it."""
+        """Return a part's follower after the step. The first replica's call advances it."""
         place = part.place
         key = place.param, place.start, place.stop
         if key not in self._followers:
@@ -281,10 +278,9 @@ class BoundedComparison(Steps):
             self._followers[key] = self._group.first_step, follower
         steps, follower = self._followers[key]
         if steps <= expected.step:
-            # Replicas share a follower, so only the first of them steps it.
             if place.param in expected.active and not expected.skipped:
                 assert part.grad is not None, "gradients are reported after a step"
-                # By the reported gradient and norm, which are checked separately.
+                # Use the reported gradient and norm, because they are checked separately.
                 measured = follower.step(
                     part.grad,
                     update=expected.update,
@@ -310,14 +306,14 @@ class BoundedComparison(Steps):
         return follower
 
     def compare_reported(self, engine: EngineAdapter, *, rank: int, step: int) -> Iterator[Finding]:
-        """Yield nothing: a target without parts cannot be followed."""
+        """Yield nothing, because a target without parts cannot be followed."""
         yield from ()
 
     def compare_params(
         self, params: Mapping[str, Tensor], *, rank: int, step: int
     ) -> Iterator[Finding]:
-        """Compare the working params of ranks with each other."""
-        # Sums have no expected bits, so params have none either.
+        """Compare the working params of all ranks with each other."""
+        # Sums have no expected bits, so neither do params.
         for name, like in self.steps[step].params_before.items():
             got = params.get(name)
             at = findings.param(step, rank, name)
@@ -340,7 +336,7 @@ class BoundedComparison(Steps):
         param: str = "",
         start: int = 0,
     ) -> Iterator[Finding]:
-        """Compare a tensor with other ranks' here, and keep its digest for those elsewhere."""
+        """Compare a tensor with other ranks' copies; keep its digest for ranks judged elsewhere."""
         yield from self._ledger.compare(what, held, step=step, rank=rank, param=param, start=start)
         if not self._group.sees_all:
             self._copies.append(
@@ -356,8 +352,8 @@ class BoundedComparison(Steps):
 
 
 def _width_of(taken: BoundedStep) -> Width:
-    """Return the freedom that the bounds of a step leave."""
-    # Only intervals of more than one value leave freedom.
+    """Return the width of a step's bounds."""
+    # Exclude intervals of a single value.
     bounds = [(b, b.low != b.high) for b in taken.bounds.values()]
     return Width(
         reach=max((bound.reach for bound, loose in bounds if bool(loose.any())), default=0.0),

@@ -1,4 +1,4 @@
-"""Comparison with the reference, behind one protocol for known and unknown orders of addition.
+"""Comparison with the reference, by one protocol for known and unknown orders of addition.
 
 With a known order, the reference computes all bits (`judge.exact`). With an unknown order, sums
 must lie in proven intervals, and everything after them must match bit for bit (`judge.bounded`).
@@ -33,19 +33,17 @@ from zero_sim.targets import EngineAdapter, OwnedPart, StepResult
 from zero_sim.targets.adapt import GRADIENTS
 from zero_sim.workloads import Workload
 
-# Digests cannot locate a difference. The judge replaces this finding by those of a full comparison.
+# Digests show that a tensor may differ, but not how. So this finding has no content. It only makes
+# the judge fall back to a reference in this process, which compares element by element.
 _DIFFERS = Finding(check=Check.EQUALITY_PARAMS, message="differs from another process")
 
 
 class DigestComparison:
     """Compares a group with digests of steps that another process computed.
 
-    Digests show that a tensor may differ, but not how. So findings are bare, and only make the
-    judge fall back to a reference in this process.
-
     Args:
         group: The judged group.
-        steps: Digests of the expected steps.
+        steps: Digests of expected steps.
     """
 
     def __init__(self, group: JudgedGroup, *, steps: Mapping[int, StepDigests]) -> None:
@@ -53,9 +51,9 @@ class DigestComparison:
         self._steps = steps
 
     def compare_measured(self, result: StepResult, *, rank: int, step: int) -> Iterator[Finding]:
-        """Compare norm and zeros; the norm only if it is equal for every order of addition."""
+        """Compare norm and zeros."""
         expected = self._steps[step]
-        # The digest is missing if the norm depends on the order of addition.
+        # A norm that depends on the order of addition has no digest.
         if result.norm is not None and key_of("norm") in expected.digests:
             yield from self._compare(expected, result.norm, "norm")
         if result.zeros is not None and result.zeros != expected.zeros:
@@ -76,13 +74,13 @@ class DigestComparison:
         if part.grad is not None and key in expected.digests:
             yield from self._compare(expected, part.grad, "grad", *at)
         elif key in expected.digests and key not in expected.zero_grads:
-            # A missing gradient is zeros, or not reported at all by this engine.
+            # The engine lacks this gradient, or reports no gradients.
             if self._group.telling[rank]:
                 yield _DIFFERS
             else:
                 self._group.unobserved.add(GRADIENTS)
         yield from self._compare(expected, part.master, "master", *at)
-        # A missing key would escape the loop below.
+        # The loop below does not visit missing keys.
         if expected.state_keys.get(place.param) != sorted(part.state):
             yield _DIFFERS
         for name, value in part.state.items():
@@ -95,7 +93,7 @@ class DigestComparison:
         if not self._group.shows_grads_of_params:
             return
         reported = engine.gradients()
-        # Only params that this rank trains: it has no experts of other ranks.
+        # Only params that this rank trains, because it lacks the experts of other ranks.
         for name in self._group.ownership.held[rank]:
             key = key_of("whole grad", name)
             if name in reported and key in expected.digests:
@@ -144,22 +142,22 @@ AnyReference = Reference | BoundedReference
 class Comparing(Protocol):
     """Comparison of a group's state after a step.
 
-    In all methods, `rank` is a rank of the judged group and `step` the index of a step, from 0.
-    Engines report tensors under the names of params.
+    In all methods, `rank` is a group rank and `step` counts from 0. Mappings have param names as
+    keys.
     """
 
     def compare_measured(self, result: StepResult, *, rank: int, step: int) -> Iterator[Finding]:
-        """Compare measures of the whole gradient: norm and zeros."""
+        """Compare norm and zeros of the whole gradient."""
         ...
 
     def compare_losses(
         self, losses: Sequence[Tensor], *, reads: ForwardReads | None, rank: int, step: int
     ) -> Iterator[Finding]:
-        """Compare a rank's losses, and if one differs the params that its forward read."""
+        """Compare a rank's losses. If a loss differs, also compare the params its forward read."""
         ...
 
     def compare_part(self, part: OwnedPart, *, rank: int, step: int) -> Iterator[Finding]:
-        """Compare a part that a rank owns: gradient, master and optimizer state."""
+        """Compare an owned part: gradient, master and optimizer state."""
         ...
 
     def compare_reported(self, engine: EngineAdapter, *, rank: int, step: int) -> Iterator[Finding]:
@@ -173,7 +171,7 @@ class Comparing(Protocol):
     def compare_scales(
         self, scales: Mapping[str, Tensor | None], *, rank: int, step: int
     ) -> Iterator[Finding]:
-        """Compare the scales of fp8 params; None if the rank lacks one."""
+        """Compare the scales of fp8 params. A scale is None if the rank lacks it."""
         ...
 
     def compare_params(
@@ -184,10 +182,10 @@ class Comparing(Protocol):
 
 
 class Comparison(Comparing, Protocol):
-    """Comparison with a reference in this process, which has more than digests."""
+    """Comparison with a reference in this process, so with tensors instead of digests."""
 
     def compare_loaded(self, engine: EngineAdapter, *, rank: int) -> Iterator[Finding]:
-        """Compare all loaded state of a rank, before its first step."""
+        """Compare a rank's loaded state, before its first step."""
         ...
 
     def note_agreed(self, part: OwnedPart, *, rank: int, step: int) -> None:
@@ -195,11 +193,11 @@ class Comparison(Comparing, Protocol):
         ...
 
     def forget(self, step: int) -> None:
-        """Drop a step that all ranks were compared with."""
+        """Drop a step after all ranks were compared."""
         ...
 
     def add_to(self, judged: JudgeReport) -> JudgeReport:
-        """Return the report with results that only this comparison has."""
+        """Add results of this comparison to a report."""
         ...
 
 
@@ -215,8 +213,8 @@ class Owed:
 
     @property
     def comparison(self) -> Comparing:
-        """The comparison that fits the current kind of steps."""
-        # Steps stop being digests once the group falls back to its own reference.
+        """The comparison for the current kind of steps."""
+        # After a fallback to the group's own reference, steps are no longer digests.
         if self.digests is None or not self.steps.has_digests:
             return self.exact
         return self.digests
@@ -229,15 +227,15 @@ def owed_of(
     order_seed: int,
     shared: SharedSteps | None = None,
 ) -> Owed:
-    """Return the expected steps of a group and their comparisons.
+    """Build the expected steps and comparisons of a group.
 
     Args:
         group: The judged group.
         reference: The oracle, before the first step.
-        order_seed: Seed of the world, from which orders are drawn.
+        order_seed: World seed, from which orders are drawn.
         shared: Steps of references elsewhere; None to take all steps here.
     """
-    # Steps with an unknown order depend on this system's sums, so they cannot be shared.
+    # With an unknown order, steps depend on this system's sums, so they cannot be shared.
     if isinstance(reference, BoundedReference):
         bounded = BoundedComparison(group, reference=reference)
         return Owed(steps=bounded, exact=bounded)
@@ -259,24 +257,22 @@ def take_reference(
     weights_only: bool = False,
     rules: Rules | None = None,
 ) -> AnyReference:
-    """Build the reference for a world, or continue with the previous one.
+    """Build the reference for a world, or continue with the previous world's.
 
     Args:
         scenario: The case, as replayed by the reference.
-        before: Reference of the previous world; None in the first.
+        before: Reference of the previous world; None in the first world.
         workload: The case's workload.
         uncounted: As for `Reference`.
         elsewhere: As for `Reference`.
         weights_only: As for `Reference.continue_as`.
-        rules: As for `Reference`. With an unknown order only the clipping rule applies, in a form
-            without a root.
+        rules: As for `Reference` or `BoundedReference`.
 
     Raises:
         ModelError: If the model has no trained params.
         UsageError: If the reference cannot continue in this world.
     """
     if before is None:
-        # First world of the case.
         if scenario.world.order_known:
             return Reference(
                 scenario,
@@ -291,6 +287,6 @@ def take_reference(
             "expected a known order of addition, because the case continues in another world, got "
             "world.order_known = false. Remove one of the two."
         )
-    # The oracle keeps its own state; the system's comes from a checkpoint.
+    # The oracle keeps its own state. The system loads a checkpoint.
     before.continue_as(scenario, workload=workload, weights_only=weights_only, rules=rules)
     return before

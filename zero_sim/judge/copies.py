@@ -1,7 +1,7 @@
-"""Copies of one tensor on several ranks must have equal bits.
+"""Comparison of a tensor's copies on several ranks, which must have equal bits.
 
-With an unknown order of addition, no reference knows these bits. But in every algorithm one rank
-completes each sum and copies of it are sent. If ranks are judged in separate processes, judges
+With an unknown order of addition, no reference knows these bits. But in every reduction algorithm,
+one rank completes each sum and sends copies. If ranks are judged in separate processes, judges
 exchange hashes, which are compared at the end.
 """
 
@@ -33,29 +33,29 @@ _SAID: dict[What, tuple[Phase, str]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """Hash of a tensor that one rank has after a step."""
+    """Hash of a rank's tensor after a step."""
 
     step: int
     what: What
     param: str
-    """Name of the param; empty for a norm."""
+    """Param name; empty for a norm."""
     start: int
     """Offset in the flattened param."""
     rank: int
-    """Rank in the world."""
+    """World rank."""
     digest: str
 
     @property
     def key(self) -> tuple[int, What, str, int]:
-        """Key of the copied tensor."""
+        """Key that all copies of a tensor share."""
         return self.step, self.what, self.param, self.start
 
 
 def digest_of(tensor: Tensor) -> str:
-    """Hash a tensor; tensors that are equal by the rule for equality have equal hashes."""
+    """Hash a tensor, so that equal tensors by [Note: the rule for equality] have equal hashes."""
     flat = tensor.detach().reshape(-1)
     if flat.is_floating_point():
-        # +0 and -0 are equal, and so are all NaNs.
+        # +0 equals -0, and all NaNs are equal.
         flat = torch.where(flat == 0, torch.zeros_like(flat), flat)
         flat = torch.where(flat.isnan(), torch.full_like(flat, torch.nan), flat)
     data = flat.contiguous().view(torch.uint8).cpu().numpy().tobytes()
@@ -64,10 +64,10 @@ def digest_of(tensor: Tensor) -> str:
 
 
 class Ledger:
-    """Tensors of the first observed rank after each step, to compare other ranks with.
+    """Keeps the first observed rank's tensors after each step, to compare other ranks with.
 
     Args:
-        world_ranks: World ranks of the group, for messages.
+        world_ranks: The group's world ranks, for messages.
     """
 
     def __init__(self, world_ranks: Sequence[int]) -> None:
@@ -77,17 +77,16 @@ class Ledger:
     def compare(
         self, what: What, tensor: Tensor, *, step: int, rank: int, param: str = "", start: int = 0
     ) -> Iterator[Finding]:
-        """Yield a finding if a rank's tensor differs from that of the first observed rank.
+        """Yield a finding if a rank's tensor differs from the first observed rank's.
 
         Args:
-            what: Kind of the tensor.
-            tensor: Its values; copied if this rank is the first.
+            what: Kind of tensor.
+            tensor: The rank's tensor.
             step: The step after which it was observed.
-            rank: The rank that has it.
-            param: Name of the param, if it belongs to one.
-            start: Offset of its first element in the flattened param.
+            rank: Group rank.
+            param: Param name; empty for a norm.
+            start: Offset of the tensor in the flattened param.
         """
-        # The first rank to report a tensor keeps it for the others.
         kept = self._first.setdefault((step, what, param, start), (rank, tensor))
         if kept[1] is tensor:
             # Clone: the next step overwrites live state.
@@ -98,7 +97,7 @@ class Ledger:
             yield findings.differing(at, kept[1], tensor)
 
     def params_of(self, step: int) -> dict[str, Tensor]:
-        """Return the working params after a step, if any rank was observed with them."""
+        """Return the observed working params after a step."""
         return {
             param: tensor
             for (when, what, param, _), (_, tensor) in self._first.items()
@@ -106,12 +105,12 @@ class Ledger:
         }
 
     def forget(self, *, before: int) -> None:
-        """Drop all steps before one."""
+        """Drop all steps before `before`."""
         self._first = {key: kept for key, kept in self._first.items() if key[0] >= before}
 
 
 def compare_copies(copies: Iterable[Copy]) -> Iterator[Finding]:
-    """Yield a finding for each rank that differs from most of the others.
+    """Yield a finding for each rank that differs from the largest group of equal ranks.
 
     Args:
         copies: Hashes from all judges.

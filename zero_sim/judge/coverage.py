@@ -1,4 +1,4 @@
-"""Coverage of a run: steps taken by the reference, and the evidence that they give."""
+"""Coverage of a run: the evidence that the reference's steps provide."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zero_sim.judge.step_source import AnyStep
 from zero_sim.reference import BoundedStep, NonFinite, ReferenceStep
 from zero_sim.scenario.spec import Scenario
 
-UNMOVED = "updates of some params, all of which were rounded away"
+UNMOVED = "updates of params that rounding cancelled in every step"
 
 
 class Coverage:
@@ -27,35 +27,34 @@ class Coverage:
     def __init__(self, scenario: Scenario, *, first_step: int) -> None:
         self._scenario = scenario
         self.taken_step = first_step - 1
-        """The last step taken."""
+        """The reference's last step."""
         self.nonzero_fraction_max = 0.0
         self.same_data = scenario.world.size > 1
         """True if all ranks had the same data in every step."""
         self.has_stepped = False
-        """True if some step updated params on finite gradients; others prove nothing."""
+        """True if any step updated params on finite gradients. Other steps prove nothing."""
         self.owed: Counter[Guarantee] = Counter()
-        """Elements of reduced gradients over all steps, by guarantee."""
+        """Reduced gradient elements over all steps, by guarantee."""
         self._unmoved: frozenset[str] | None = None
-        """Params that kept their values in all steps; None before the first."""
+        """Params that kept their values in all steps; None before the first step."""
 
     @property
     def unobserved(self) -> frozenset[str]:
-        """Updates that no step could have shown."""
+        """Updates that no step could show."""
         return frozenset({UNMOVED} if self._unmoved else ())
 
     def note(self, taken: AnyStep) -> None:
         """Add a step."""
         self.taken_step = taken.step
         self.nonzero_fraction_max = max(self.nonzero_fraction_max, taken.nonzero_fraction)
+        # A param only counts as unmoved if it stays in every step.
         unmoved = frozenset(taken.unmoved)
         self._unmoved = unmoved if self._unmoved is None else self._unmoved & unmoved
-        # A param must stay in every step to count as unmoved.
         is_finite = math.isfinite(taken.norm)
-        # Elements of a step with infinite or NaN gradients prove nothing.
+        # Steps with infinite or NaN gradients prove nothing.
         if is_finite:
             self.owed += owed_by(taken, scenario=self._scenario)
         self.has_stepped |= not taken.skipped and is_finite
-        # Equal digests of all ranks' batches mean equal data.
         self.same_data &= len(set(taken.data_digests.values())) == 1
 
 
@@ -67,22 +66,22 @@ def check_trainable(
 ) -> None:
     """Check that the reference took a step with finite numbers.
 
-    If the reference cannot train a case, nothing can be concluded about the system.
+    If the reference cannot train a case, the case shows nothing about the system.
 
     Args:
-        taken: The step as the reference took it; digests are always finite.
+        taken: The reference's step.
         scenario: The judged case.
-        world_ranks: World ranks of the group, for messages.
+        world_ranks: The group's world ranks, for messages.
 
     Raises:
         UntrainableError: If a gradient is not finite and the step is not skipped, or if a master is
             not finite and another step follows.
     """
-    # With loss scaling, or if the target declares it, a step with an overflow is skipped.
+    # Steps with overflow are skipped under loss scaling, or if the target declares it.
     may_skip = scenario.optimizer.loss_scale is not None or taken.skipped
     if taken.nonfinite is not None and not may_skip:
         raise UntrainableError(_of_gradient(taken.nonfinite, taken.step, scenario, world_ranks))
-    # No step continues from the last master, so an overflow there is compared like any value.
+    # No step continues from the last master, so compare its overflow like any value.
     goes_on = taken.step + 1 < scenario.run.steps
     if goes_on and isinstance(taken, ReferenceStep) and taken.lost is not None:
         raise UntrainableError(
@@ -96,9 +95,9 @@ def _of_gradient(
     found: NonFinite, step: int, scenario: Scenario, world_ranks: Sequence[int]
 ) -> str:
     planted = scenario.data.nan
-    # A planted NaN needs other advice than a run that diverges.
+    # A planted NaN needs other advice than a diverging run.
     advice = (
-        "data.nan plants it: set optimizer.loss_scale so that the step is skipped, use a target "
+        "data.nan plants it: set optimizer.loss_scale so that the step is skipped, choose a target "
         "that declares Numerics(nonfinite='skipped') or 'raises', or remove "
         "data.nan."
         if planted is not None and planted.step <= step

@@ -1,10 +1,10 @@
 """Check of start values drawn by the system: ranks and modules must draw different numbers.
 
 [Note: chance]
-Two draws count as one if their first values agree bit for bit: 2 values of fp32, or 6 of 16 bits. A
-value of fp32 has 24 random bits and one of 16 bits at least 8, so independent draws agree with
-probability below 2^-47. Shorter parts are not compared. Neither are first values that no generator
-produces: equal values, and -1, 0 and 1, as in zeros, ones and identity matrices.
+Two draws count as equal if their first values agree bit for bit: 2 values in fp32, 6 in bf16 or
+fp16. An fp32 value has 24 random bits, a 16-bit value at least 8. So independent draws agree with
+probability below 2^-47. Shorter parts are not compared. Parts that begin with repeated values, or
+with -1, 0 or 1, are not compared either, because constants and identity matrices are not drawn.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
 from zero_sim.targets import Place
 
-# 2 values of 24 random bits, or 6 of at least 8 bits: 48 bits each; see [Note: chance].
+# 2 x 24 or 6 x 8 random bits: 48 bits each; see [Note: chance].
 _NEEDED = {torch.float32: 2}
 _NEEDED_16_BITS = 6
 
@@ -26,15 +26,14 @@ _NEEDED_16_BITS = 6
 def check_drawn(
     values: Mapping[str, Tensor], places: Mapping[int, Sequence[Place]], *, step: int
 ) -> Iterator[Finding]:
-    """Check that no two params, and no parts of different ranks, begin with the same draws.
+    """Check that no two params, and no two ranks' parts, begin with equal draws.
 
     Args:
         values: Start values of whole params.
-        places: Places that each rank owns.
+        places: Owned places by rank.
         step: The next step, for findings.
     """
-    # Besides whole params, the parts of each rank: if ranks draw their shards with one seed, these
-    # begin alike.
+    # Whole params and each rank's parts, because ranks may draw their shards with the same seed.
     parts: list[tuple[str, int, int, int | None]] = [
         (name, 0, value.numel(), None) for name, value in values.items()
     ]
@@ -48,10 +47,10 @@ def check_drawn(
             continue
         on = "" if rank is None else f" of rank {rank}"
         words = f"param {name!r}[{start}:{stop}]{on}"
-        # Compare bits, not numbers: the bound on chance counts random bits.
+        # Compare bits, not numbers, because the probability above counts random bits.
         key = head.dtype, head.view(torch.uint8).cpu().numpy().tobytes()
         other, begin, others_words = first.setdefault(key, (name, start, words))
-        # The start of a param is the start of its first part, too; that is no repetition.
+        # A param and its first part start at the same element, so they must agree.
         if (other, begin) != (name, start):
             yield Finding(
                 check=Check.INVARIANT_START,
@@ -65,7 +64,7 @@ def check_drawn(
 
 
 def _is_drawn(head: Tensor) -> bool:
-    """Return True if the values are numerous and distinct enough for a generator's output."""
+    """Return True if there are enough distinct values, none of them -1, 0 or 1."""
     distinct = set(head.tolist())
     needed = _NEEDED.get(head.dtype, _NEEDED_16_BITS)
     return len(distinct) == needed and not distinct & {-1.0, 0.0, 1.0}

@@ -1,4 +1,4 @@
-"""Comparison for a known order of addition: every bit, as computed by the reference."""
+"""Comparison for a known order of addition: bit for bit with the reference."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ExactComparison:
 
     Args:
         group: The judged group.
-        source: Steps of its reference.
+        source: Its reference's steps.
     """
 
     def __init__(self, group: JudgedGroup, *, source: StepSource) -> None:
@@ -54,7 +54,7 @@ class ExactComparison:
             self._adoption = Adoption(source)
 
     def forget(self, step: int) -> None:
-        """Drop a step that all ranks were compared with."""
+        """Drop a step after all ranks were compared."""
         self._explanations.forget(step)
 
     def scale_names(self, step: int) -> Iterable[str]:
@@ -64,7 +64,7 @@ class ExactComparison:
     def compare_scales(
         self, scales: Mapping[str, Tensor | None], *, rank: int, step: int
     ) -> Iterator[Finding]:
-        """Compare the scales of fp8 params after a step."""
+        """Compare the scales of fp8 params."""
         expected = self._steps[step].scales
         for name, scale in scales.items():
             at = findings.scale(step, rank, name)
@@ -76,18 +76,19 @@ class ExactComparison:
     def compare_losses(
         self, losses: Sequence[Tensor], *, reads: ForwardReads | None, rank: int, step: int
     ) -> Iterator[Finding]:
-        """Compare a rank's losses, and if one differs the params that its forward read."""
+        """Compare a rank's losses. If a loss differs, also compare the params its forward read."""
         return compare_losses(losses, self._steps[step], reads=reads, group=self._group, rank=rank)
 
     def compare_loaded(self, engine: EngineAdapter, *, rank: int) -> Iterator[Finding]:
-        """Compare all loaded state of a rank, before its first step."""
+        """Compare a rank's loaded state, before its first step."""
         standing = self._source.reference.standing()
-        # Ranks need not wait for each other. If one has stepped already, so has the reference.
+        # Ranks need not wait for each other. If another rank has stepped, so has the reference,
+        # and its loaded state is gone.
         if standing.next_step == self._group.first_step:
             yield from compare_loaded(self._group, engine, standing=standing, rank=rank)
 
     def compare_measured(self, result: StepResult, *, rank: int, step: int) -> Iterator[Finding]:
-        """Compare norm and zeros; the norm only if every order of addition gives it."""
+        """Compare zeros, and the norm if every order of addition gives the same norm."""
         expected = self._steps[step]
         norm = result.norm if expected.measured.norm_certified else None
         if self._group.numerics.norm == "told":
@@ -95,7 +96,7 @@ class ExactComparison:
             self._group.unobserved.add("norm")
             norm = None
         if norm is not None and norm.dtype == torch.float64:
-            # In fp64 first, with all its digits; then in fp32, like other norms.
+            # First all digits in fp64, then rounded to fp32 like other norms.
             yield from self._compare_wide(expected, norm, rank=rank)
             norm = norm.to(torch.float32)
         if norm is not None and self._comparer.differs(expected.measured.norm, norm):
@@ -107,12 +108,11 @@ class ExactComparison:
                 known=lambda: known,
                 factors=self._factors_of(expected, is_mean=True, noun="that of the {}"),
             )
-            # Where other shards are empty, the norm of one shard may also fit some rule.
+            # A recognised value explains more than a rule. Both may fit if other shards are empty.
             is_known = any(same_bits(each.values, norm) for each in known)
             explainer = None if is_known else self._explanations.of(expected)
             rule = "" if explainer is None else explainer.explain_norm(norm)
             yield replace(found, detail="\n".join(filter(None, [found.detail, rule])))
-            # A known value is a better explanation than a rule.
         zeros = expected.measured.zeros
         if result.zeros is not None and result.zeros != zeros:
             yield findings.misreported("zeros", step, rank, expected=zeros, got=result.zeros)
@@ -120,7 +120,7 @@ class ExactComparison:
     def _compare_wide(
         self, expected: ReferenceStep, norm: Tensor, *, rank: int
     ) -> Iterator[Finding]:
-        """Compare an fp64 norm that has the expected bits in fp32."""
+        """Compare an fp64 norm that rounds to the expected fp32 norm."""
         rounded = norm.to(torch.float32)
         if not expected.measured.finite or not same_bits(expected.norm, rounded):
             return  # The comparison in fp32 reports it.
@@ -131,22 +131,22 @@ class ExactComparison:
             yield findings.differing(findings.norm(expected.step, rank), wanted, norm)
 
     def _known_norms(self, expected: ReferenceStep, *, rank: int) -> Iterator[Known]:
-        """Yield norms that may be reported instead of the whole gradient's: those of one shard."""
+        """Yield candidates for a wrong norm: the norms of this rank's shard."""
+        # A single rank's shard is the whole gradient.
         if self._group.scenario.world.size == 1:
             return
         # Recompute from `grads`, because `stepped` is clipped.
         whole = {name: expected.update.apply(expected.grads[name]) for name in expected.stepped}
         shards = self._group.scenario.world.size // self._group.scenario.system.redundancy
-        # Without reported places, `norms_of_shard` assumes common forms of shards.
+        # If places are not reported, `norms_of_shard` tries common shard layouts.
         holding = self._group.ownership.holding_of(rank)
         if holding and sum(each.stop - each.start for each in holding) >= sum(
             grad.numel() for grad in whole.values()
         ):
-            return  # This rank has everything, so its norm is the right one.
+            return  # This rank has the whole gradient, so its norm is right.
         what = "the norm of this rank's shard alone: the squares were not added over the ranks"
-        # Shard groups are consecutive ranks, so `rank % shards` is the rank in its group.
+        # Shard groups are consecutive ranks, so `rank % shards` is the rank in the shard group.
         for norm in norms_of_shard(whole, holding, rank=rank % shards, shard_count=shards):
-            # Several candidates: ways to take a norm, and forms of the shard if it is not reported.
             if not same_bits(norm, expected.norm):
                 yield Known(what=what, values=norm)
 
@@ -162,11 +162,11 @@ class ExactComparison:
 
         yield from self._compare_grad(part, expected, rank=rank, step=step, cut=cut)
         if expected.one_device is not None and part.grad is not None:
-            # `expect.one_device`: all ranks have the same data, so the mean is known exactly.
+            # `expect.one_device`: all ranks have the same data, so the mean is one rank's gradient.
             one = cut(expected.one_device[name])
             yield from self._compare_with_one(one, part, divisor=expected.divisor, at=(step, rank))
         if self._adoption is not None and not self._adoption.see_part(part, expected):
-            # Adopt before the comparison; if that fails, nothing after this update is known.
+            # Adopt before comparing. If this fails, nothing after this update is known.
             return
         whole_master = expected.masters[name]
         found = list(
@@ -192,7 +192,7 @@ class ExactComparison:
             self._explanations.note(expected, *part_seen(part, rank=rank), agrees=agrees)
 
     def note_agreed(self, part: OwnedPart, *, rank: int, step: int) -> None:
-        """Record a part that agreed with a shared step, so without a comparison here."""
+        """Record a part that agreed with a shared step, so was not compared here."""
         expected, place = self._steps[step], part.place
         self._note_part(expected, part, rank=rank, agrees=True)
         if part.grad is not None:
@@ -214,13 +214,13 @@ class ExactComparison:
         """Compare a part's reduced gradient, if it is reported."""
         name, wanted = part.place.param, self._as_reported(expected, part.place.param)
         if wanted is None:
-            return  # The step was skipped, so no gradient was passed on.
+            return  # The step was skipped before this point.
         grad = cut(wanted)
         at = partial(findings.owned, Check.EQUALITY_GRAD, "", step, rank, part.place)
         if part.grad is None:
-            # Engines report None for zeros, for example for a param that is frozen or unused.
+            # Engines report None for zeros, such as the gradient of a frozen or unused param.
             if grad.any() and not self._group.telling[rank]:
-                # This rank reports no gradients at all: unobserved instead of wrong.
+                # This rank reports no gradients, so they are unobserved, not wrong.
                 self._group.unobserved.add(GRADIENTS)
             elif grad.any():
                 yield findings.missing(at(), "the system has no gradient of this param")
@@ -233,14 +233,14 @@ class ExactComparison:
             )
             factors = self._factors(expected)
             found = self._group.differing(at(), grad, part.grad, known=known, factors=factors)
-            # Perhaps the bits of another point of the step: then propose that declaration.
+            # If these are the bits at another point of the step, propose to declare it.
             side = told_otherwise(expected, name, cut, part.grad, numerics=self._group.numerics)
             yield replace(found, detail="\n".join(filter(None, [found.detail, side])))
 
     def _compare_with_one(
         self, one: Tensor, part: OwnedPart, *, divisor: float, at: tuple[int, int]
     ) -> Iterator[Finding]:
-        """Compare a part's mean over the ranks with the gradient of one device."""
+        """Compare a part's mean over the ranks with the gradient on one device."""
         assert part.grad is not None
         got, owed = part.grad, one
         if divisor != 1:
@@ -263,7 +263,7 @@ class ExactComparison:
         if not group.shows_grads_of_params:
             return
         reported = engine.gradients()
-        # In order of the params, because sets have another order in each process.
+        # In param order, because the order of sets differs between processes.
         for name in (
             each for each in self._steps[step].grads if each in group.ownership.held[rank]
         ):
@@ -277,7 +277,7 @@ class ExactComparison:
                 continue
             differs = self._comparer.differs(wanted, got)
             self._note_grad(self._steps[step], name, got, rank=rank, cut=_whole, agrees=not differs)
-            # Note agreeing gradients, too: a rule must fit all of them.
+            # Note agreeing gradients too, because a rule must fit all gradients.
             if differs:
                 at = findings.gradient(step, rank, name)
                 known = partial(self._known_grads, self._steps[step], rank=rank, name=name, start=0)
@@ -289,18 +289,18 @@ class ExactComparison:
     def _known_grads(
         self, expected: ReferenceStep, *, rank: int, name: str, start: int
     ) -> Iterator[Known]:
-        """Yield candidates for a reduced gradient: a rank's local one, or another param's."""
+        """Yield candidates for a reduced gradient: partial sums, and other params' gradients."""
         explainer = self._explanations.of(expected)
         if explainer is not None:
             yield from explainer.known_grads(name, rank=rank, start=start)
-        # Gradients of all params, because a system may swap them.
+        # A system may swap gradients, so all params are candidates.
         told = {each: self._as_reported(expected, each) for each in expected.grads}
         yield from _of_params({n: v for n, v in told.items() if v is not None}, start=start)
 
     def _factors(self, expected: ReferenceStep) -> FactorCauses:
         """Return causes of a common factor in gradients, as the target reports them."""
         division = expected.update.division
-        # Reported as a sum if a division follows, after the point of the report.
+        # The reported value is a sum if a division follows the report.
         is_sum = division.rest != 1 and not self._group.tells_divided and not division.each_round
         return self._factors_of(expected, is_mean=not is_sum)
 
@@ -316,7 +316,7 @@ class ExactComparison:
         )
 
     def _as_reported(self, expected: ReferenceStep, name: str) -> Tensor | None:
-        """Return a reduced gradient in the target's form; None if the target reports none."""
+        """Return a reduced gradient in the target's form; None if it has none in this step."""
         dtype = self._group.numerics.told_dtype
         return told_as(expected, name, point=self._told_at, dtype=dtype)
 
@@ -330,7 +330,7 @@ class ExactComparison:
         cut: Callable[[Tensor], Tensor],
         agrees: bool,
     ) -> None:
-        """Record a gradient for explanations, unless it is clipped: no rule explains that."""
+        """Record a gradient for explanations; clipped gradients cannot be explained by rules."""
         if self._told_at != "after-clip":
             numerics = self._group.numerics
             seen, shown = grad_seen(name, got, cut=cut, rank=rank, numerics=numerics)
@@ -354,7 +354,7 @@ class ExactComparison:
             if differs:
                 at = findings.param(step, rank, name)
                 if PARTS in self._group.unobserved:
-                    # Without parts, params are the only evidence of how layouts differ.
+                    # Without parts, only params show differences between layouts.
                     at = self._group.of_layouts(at)
                 known = partial(_known_params, self._steps[step], name=name)
                 yield self._group.differing(at, value, params[name], known=known)
@@ -364,7 +364,7 @@ class ExactComparison:
                 self._explanations.note(self._steps[step], seen, got, agrees=not differs)
 
     def add_to(self, judged: JudgeReport) -> JudgeReport:
-        """Return the report with the rules that fit the differences."""
+        """Add the rules that fit the differences to a report."""
         rules = self._explanations.tried(judged.bad_step)
         return replace(judged, rules=rules, unfollowed=self._source.unfollowed)
 
@@ -374,28 +374,27 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _of_params(values: Mapping[str, Tensor], *, start: int) -> Iterator[Known]:
-    """Yield the expected values of all params, as candidates at this and other positions."""
+    """Yield all params' expected values as candidates, at this position and elsewhere."""
     for name, value in values.items():
         what = f"the expected value of param {name!r}"
         yield Known(what=what, values=value, start=start, name=name)
 
 
 def _known_params(expected: ReferenceStep, *, name: str) -> Iterator[Known]:
-    """Yield candidates for a working param: its previous value, or another param's."""
+    """Yield candidates for a working param: its previous value, and other params' values."""
     if name in expected.params_before:
         yield Known(what="that from before the step", values=expected.params_before[name])
     yield from _of_params(expected.params, start=0)
 
 
 def _known_updates(expected: ReferenceStep, key: str, *, name: str, start: int) -> Iterator[Known]:
-    """Yield candidates for a master, or for the optimizer state of a key."""
+    """Yield candidates for a state key, or for the master if the key is empty."""
     if key:
-        # An empty key stands for the master.
         for other, value in expected.state[name].items():
             if value.dim() and other != key:
                 what = f"the expected optimizer state {other!r}"
                 yield Known(what=what, values=value, start=start)
-        # Then the same key of other params; counters have no elements to recognise.
+        # Then this key of other params. Counters are no evidence: they are equal in all params.
         of_key = {each: state[key] for each, state in expected.state.items() if key in state}
         yield from _of_params({n: v for n, v in of_key.items() if v.dim()}, start=start)
         return

@@ -1,8 +1,7 @@
-"""Seam between comparison and explanation of differences.
+"""Interface between comparisons and explainers of differences.
 
-An explanation repeats the step by other rules. That code is in a wing (`zero_sim.rules`), which the
-judge does not import: the caller passes the name of an explainer, which is loaded if something
-differs.
+An explainer repeats a step by other rules. Explainers are in a wing (`zero_sim.rules`), which the
+judge must not import. So the judge gets an explainer's name, and loads it when something differs.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from zero_sim.targets import Numerics, OwnedPart
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """A comparison on a rank: part of a gradient, a master with its state, or a param."""
+    """A comparison on a rank: a gradient part, a master with its state, or a param."""
 
     what: What
     rank: int
-    """Rank in the group."""
+    """Group rank."""
     pick: Callable[[StepAgain], Mapping[str, Tensor]]
-    """Returns the compared tensors by name, from a step by any rules."""
+    """Picks the compared tensors from a step by any rules."""
 
 
 class Explainer(Protocol):
-    """Explains the differences in one step."""
+    """Explains the differences in a step."""
 
     def look(self, seen: Seen, got: Mapping[str, Tensor], *, agrees: bool) -> None:
         """Add a comparison.
@@ -43,7 +42,7 @@ class Explainer(Protocol):
         Args:
             seen: The comparison.
             got: The rank's tensors, under the names of `seen.pick`.
-            agrees: True if they are as expected.
+            agrees: True if `got` has the expected bits.
         """
         ...
 
@@ -51,17 +50,17 @@ class Explainer(Protocol):
         """Yield gradients without some of their terms, as candidates for a reduced gradient.
 
         Args:
-            name: Name of the param.
-            rank: The observed rank, in the group.
+            name: Param name.
+            rank: Group rank.
             start: Offset of the compared part.
         """
         ...
 
     def explain_norm(self, norm: Tensor) -> str:
-        """Return the rules that give this norm, as text; empty if there are none.
+        """Return the rules that give this norm as text; empty without any.
 
         Args:
-            norm: Norm reported by a rank. # 0D, fp32
+            norm: Reported norm. # 0D, fp32
         """
         ...
 
@@ -71,7 +70,7 @@ class Explainer(Protocol):
 
 
 class Explanations:
-    """The explainers of all steps of a group.
+    """A group's explainers by step.
 
     Args:
         group: The judged group.
@@ -91,40 +90,42 @@ class Explanations:
         """Record a comparison.
 
         Args:
-            expected: The step as taken by the reference.
+            expected: The reference's step.
             seen: The comparison.
             got: The rank's tensors.
-            agrees: True if they are as expected.
+            agrees: True if `got` has the expected bits.
         """
-        # Until something differs, keep only the comparison, not its tensors: they are live state.
+        # Until something differs, keep the comparison without tensors, because they are live state.
         if agrees and expected.step not in self._explainers:
+            # Without the start state the step cannot be repeated.
             if expected.start is not None:
-                # Without the start state the step cannot be repeated.
                 self._agreed.setdefault(expected.step, []).append(seen)
             return
         explainer = self.of(expected)
-        # None if the case has no explainer, or no state to repeat the step from.
         if explainer is not None:
             explainer.look(seen, got, agrees=agrees)
 
     def of(self, expected: ReferenceStep) -> Explainer | None:
-        """Return the explainer of a step; None if the step cannot be explained.
+        """Return a step's explainer.
 
         Args:
             expected: A step with a difference.
+
+        Returns:
+            None if the case has no explainer, or the step has no start state to repeat it from.
         """
         step, name = expected.step, self._group.explainer
         if step not in self._explainers and name and expected.start is not None:
-            # Imported here, so that a case that passes does not load the wing.
+            # Imported here, so that passing cases do not load the wing.
             module, _, attribute = name.partition(":")
             explainer: Callable[..., Explainer] = getattr(
                 importlib.import_module(module), attribute
             )
             self._explainers[step] = explainer(
-                # Agreeing comparisons of this step come first: rules must keep their bits.
                 expected,
                 reference=self._reference(),
                 group=self._group,
+                # Rules must also give the expected bits in these comparisons.
                 agreed=self._agreed.pop(step, []),
             )
         return self._explainers.get(step)
@@ -134,17 +135,17 @@ class Explanations:
         self._agreed.pop(step, None)
 
     def tried(self, step: int | None) -> RulesTried | None:
-        """Return the result of trying rules on a step; None if nothing differs in it."""
+        """Return the result of trying rules on a step; None without a difference."""
         explainer = None if step is None else self._explainers.get(step)
         return None if explainer is None else explainer.tried()
 
 
 def part_seen(part: OwnedPart, *, rank: int) -> tuple[Seen, Mapping[str, Tensor]]:
-    """Return the comparison of a part's master and state, and the values.
+    """Return the comparison of a part's master and state, with their values.
 
     Args:
-        part: The part, as reported by the engine.
-        rank: Rank in the group.
+        part: Reported by the engine.
+        rank: Group rank.
     """
     place = part.place
 
@@ -154,7 +155,7 @@ def part_seen(part: OwnedPart, *, rank: int) -> tuple[Seen, Mapping[str, Tensor]
         held = {name: cut(value) for name, value in state.items()}
         return {"master": master.reshape(-1)[place.start : place.stop], **held}
 
-    # Master and state come from one update, so one comparison covers both.
+    # A rule must fit master and state together, because both come from the same update.
     seen = Seen(what="update", rank=rank, pick=pick)
     return seen, {"master": part.master, **part.state}
 
@@ -167,13 +168,13 @@ def grad_seen(
     rank: int,
     numerics: Numerics,
 ) -> tuple[Seen, Mapping[str, Tensor]]:
-    """Return the comparison of a reduced gradient, and its values.
+    """Return the comparison of a reduced gradient, with its values.
 
     Args:
-        name: Name of the param.
+        name: Param name.
         got: The reported gradient.
         cut: Cuts a whole gradient to the reported part.
-        rank: Rank in the group.
+        rank: Group rank.
         numerics: Declared by the target.
     """
 
@@ -184,12 +185,12 @@ def grad_seen(
 
 
 def param_seen(name: str, got: Tensor, *, rank: int) -> tuple[Seen, Mapping[str, Tensor]]:
-    """Return the comparison of a working param, and its values.
+    """Return the comparison of a working param, with its values.
 
     Args:
-        name: Name of the param.
-        got: Its values on the rank.
-        rank: Rank in the group.
+        name: Param name.
+        got: The rank's values.
+        rank: Group rank.
     """
     seen = Seen(what="update", rank=rank, pick=lambda by: {name: by.step.params[name]})
     return seen, {name: got}

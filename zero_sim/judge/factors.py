@@ -1,6 +1,7 @@
-"""Causes of gradients that are a whole multiple or fraction of the expected ones.
+"""Causes of gradients that differ from the expected values by a factor n or 1/n.
 
-A missing or repeated division changes a sum by a count of the case: ranks, micro-batches, replicas.
+A missing or repeated division changes a sum by one of the case's counts: the number of ranks,
+micro-batches or replicas.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from zero_sim.reference import Interval
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FactorCauses:
-    """Counts of a step that a wrong divisor may be."""
+    """Counts of a step that may occur as a wrong divisor."""
 
     counts: Mapping[str, int]
-    """Counts by description, such as `3 ranks`; without counts of 1."""
+    """Counts greater than 1 by description, such as `3 ranks`."""
     divisor: float
     """Divisor of the mean; 1 if the sum is not divided."""
     is_mean: bool
-    """True if the expected value is the mean, False if it is the sum."""
+    """True if the mean is expected, False if the sum is."""
     noun: str = "the {}"
     """Phrase for the expected value; `{}` becomes `mean` or `sum`."""
 
@@ -37,16 +38,16 @@ class FactorCauses:
         is_mean: bool = True,
         noun: str = "the {}",
     ) -> FactorCauses:
-        """Build the counts of a step.
+        """Collect the counts of a step.
 
         Args:
             losses: Rank and micro-batch of each loss.
-            divisor: Total divisor of the sum over them.
+            divisor: As the field.
             replicas: Number of replicas.
-            is_mean: False if the sum is compared instead of the mean.
+            is_mean: As the field.
             noun: As the field.
         """
-        # Ranks without data have no loss, so count those that have.
+        # Only ranks with data have a loss.
         ranks = {rank for rank, _ in losses}
         micros = {sum(each == rank for each, _ in losses) for rank in ranks}
         # Ranks may have different numbers of micro-batches.
@@ -58,9 +59,9 @@ class FactorCauses:
             counts |= {all_of_them: len(losses), f"{replicas} replicas": replicas}
             counts |= {f"{len(ranks) // replicas} ranks of a replica": len(ranks) // replicas}
         known: dict[int, str] = {}
-        # Equal counts cannot be told apart, so they share a description.
+        # Equal counts cannot be distinguished, so they share a description.
         for name, count in counts.items():
-            # With one micro-batch per rank, both numbers are the number of ranks.
+            # Only micro-batches per rank: other equal counts would repeat the number of ranks.
             if count > 1 and (count not in known or name == each):
                 known[count] = f"{known[count]} or {name}" if count in known else name
         return cls(
@@ -71,10 +72,13 @@ class FactorCauses:
         )
 
     def explain(self, ratio: Ratio | None) -> str:
-        """Return a factor with its likeliest cause, as `3 x the mean: ...`; empty if unknown.
+        """Describe a factor and its likeliest cause, as `3 x the mean: ...`.
 
         Args:
-            ratio: Factor from the expected to the actual value.
+            ratio: Factor from the expected to the observed value.
+
+        Returns:
+            Empty if the cause is unknown.
         """
         name = next((n for n, c in self.counts.items() if ratio and c == ratio.number), None)
         if ratio is None or name is None:
@@ -85,47 +89,47 @@ class FactorCauses:
         return f"{ratio} {times} {expected}{rounded}: {self._cause(name, ratio)}"
 
     def explain_within(self, bound: Interval, got: Tensor, *, divisor: float) -> str:
-        """Return the same for a bounded sum; empty unless exactly one factor fits.
+        """Do the same for a bounded sum. The result is empty unless exactly one factor fits.
 
         Args:
             bound: Bound of the sum. # 1D
             got: Reported gradient. # 1D
-            divisor: Division that follows the sum.
+            divisor: Divides the sum before the report.
         """
         if not bool(got.any()):
-            # Zeros lie in any interval around zero, whatever the factor.
+            # Zeros fit an interval around zero with any factor.
             return ""
-        # A missing division multiplies by a count, a repeated one divides by it.
+        # A missing division multiplies by a count, a repeated division divides by it.
         factors = [(count, is_multiple) for count in self.counts.values() for is_multiple in (1, 0)]
         fitting = [
             Ratio(number=count, is_multiple=bool(is_multiple), is_rounded=False)
             for count, is_multiple in factors
             if _holds(bound, got, divisor=divisor / count if is_multiple else divisor * count)
         ]
-        # Wide bounds may fit several factors; then none is named.
+        # If bounds are wide, several factors may fit. Then none is evidence.
         return self.explain(fitting[0]) if len(fitting) == 1 else ""
 
     def _cause(self, name: str, ratio: Ratio) -> str:
         is_divisor = ratio.number == self.divisor
+        # Too small: divided once more than expected.
         if not ratio.is_multiple:
             if not self.is_mean:
                 return f"it was divided by the {name} already"
             too_much = "once too often" if is_divisor else "as well"
             return f"it was divided by the {name} {too_much}"
+        # Too large: added once more, or not divided. A plain sum has no division to lack.
         if not self.is_mean:
-            return f"it counts the {name} twice"
+            return f"it was summed over the {name} twice"
         if is_divisor:
             return f"the sum over {name} was not divided"
         if self.divisor % ratio.number == 0:
-            return f"the sum was divided by {self.divisor / ratio.number:g}, not by the {name} too"
-        return f"it counts the {name} twice, or was not divided by them"
+            return f"the sum was divided by {self.divisor / ratio.number:g}, but not by the {name}"
+        return f"it was summed over the {name} twice, or not divided by them"
 
 
 def _holds(bound: Interval, got: Tensor, *, divisor: float) -> bool:
-    """Return True if values lie within the quotients, rounded to their dtype.
-
-    Rounding is monotonic, so rounded ends bound rounded values.
-    """
+    """Return True if values lie within the divided bound."""
     quotients = bound.divided_by(divisor)
+    # Rounding is monotonic, so rounded ends bound rounded values.
     low, high = (end.to(got.dtype).double() for end in (quotients.low, quotients.high))
     return bool(replace(quotients, low=low, high=high).holds(got).all())

@@ -1,7 +1,7 @@
-"""Facts about a rank's engine from before the first step, which other judges need.
+"""Facts about a rank's engine before the first step, which every judge needs from all ranks.
 
-The order of a sum depends on an element's position in a buffer, and the bits of a product on a
-param's address. So the oracle, which replays all ranks, needs both from each rank.
+The order of a sum depends on positions in buffers, and the bits of a matrix product may depend on
+param addresses. The oracle replays all ranks, so it needs both.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ class Facts:
     """Facts about one rank's engine before the first step."""
 
     places: tuple[Place, ...]
-    """Places of optimizer state that the rank owns."""
+    """Owned places of optimizer state."""
     addresses: Addresses
-    """Addresses and strides of the rank's working params."""
+    """Addresses and strides of working params."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Shapes of the working params."""
+    """Shapes of working params."""
     unreported: frozenset[str] = frozenset()
     """Items that the engine does not report."""
     tied_parts: Mapping[str, str] = field(default_factory=dict)
-    """First name of each tied param that the rank owns under another name, by that other name."""
+    """First names of tied params that the rank owns under a second name, by second name."""
     can_unwrap: bool = False
     """True if the engine can unwrap its module."""
     start: Mapping[str, str] = field(default_factory=dict)
-    """Digest of each param and buffer of its module, by name; empty if not requested."""
+    """Digests of the module's params and buffers, by name; empty if not requested."""
     drawn: Mapping[str, Tensor] = field(default_factory=dict)
-    """Copies of the working params if the system drew them; else empty."""
+    """Copies of working params that the system drew; empty if it drew none."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields as JSON values."""
         return {
-            # As lists, in the order of Place's fields; `from_dict` relies on it.
+            # Lists in the order of Place's fields, as `from_dict` expects.
             "places": [list(dataclasses.astuple(place)) for place in self.places],
             "addresses": {
                 name: [layout.address, list(layout.strides)]
@@ -65,7 +65,7 @@ class Facts:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Facts:
-        """Return the record of a result of `as_dict`."""
+        """Build facts from a result of `as_dict`."""
         names = [field.name for field in dataclasses.fields(Place)]
         return cls(
             places=tuple(
@@ -81,7 +81,7 @@ class Facts:
             can_unwrap=data["can_unwrap"],
             start=data["start"],
             drawn={
-                # frombuffer refuses empty buffers, and an empty param needs no start value.
+                # frombuffer raises on empty buffers, and an empty param needs no start value.
                 name: torch.frombuffer(bytearray.fromhex(content), dtype=torch.uint8)
                 .view(getattr(torch, dtype))
                 .reshape(data["shapes"][name])
@@ -92,17 +92,17 @@ class Facts:
 
 
 def facts_of(engine: EngineAdapter, *, with_start: bool = False, with_drawn: bool = False) -> Facts:
-    """Return the facts about a rank's engine.
+    """Collect the facts about a rank's engine.
 
     Args:
         engine: The rank's engine.
-        with_start: True to add digests of the start values.
-        with_drawn: True if the system drew its working params, so the reference copies them.
+        with_start: True to add digests of start values.
+        with_drawn: True to add copies of working params, because the system drew them.
     """
     params = engine.params()
     begun = params if with_start or with_drawn else {}
     if with_start:
-        # Params last: an engine may hold other working params than its module.
+        # Params override the module's, because an engine may hold other working params.
         begun = {**engine.module_tensors(), **params}
     return Facts(
         places=tuple(part.place for part in engine.parts()),
@@ -112,7 +112,7 @@ def facts_of(engine: EngineAdapter, *, with_start: bool = False, with_drawn: boo
         tied_parts=dict(engine.tied_parts),
         can_unwrap=engine.can_unwrap,
         start={name: _digest(tensor) for name, tensor in begun.items()},
-        # Copies, because a rank may train before the last one has built its engine.
+        # Copies, because this rank may train before the last rank has built its engine.
         drawn={name: each.detach().clone() for name, each in params.items() if with_drawn},
     )
 

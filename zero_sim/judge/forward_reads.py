@@ -1,8 +1,8 @@
-"""Params as read by a rank's forward, compared if the loss of that forward differs.
+"""Params as a rank's forward reads them, compared if its loss differs.
 
-A forward may read other values than the engine reports in `params`: a gather was wrong, late or
-missing. The first difference is then a loss, which names no param. So if the first finding of a
-case is a loss, the case is run again with hooks that keep what its forwards read.
+If a gather is wrong, late or missing, a forward reads other values than the engine reports in
+`params`. Then the first difference is a loss, which does not point to a param. So if the first
+finding is a loss, the case is run again with hooks that copy the params read by its forwards.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class ForwardReads(Observer):
     Args:
         module: The bare model, before a system wraps it.
         step: The step with a differing loss.
-        rank_time: Accounts for time of the harness.
+        rank_time: Accounts for harness time.
     """
 
     def __init__(self, module: nn.Module, *, step: int, rank_time: RankTime) -> None:
         first = {param: name for name, param in module.named_parameters()}
-        # Systems replace params by other tensors, but under the same attributes.
+        # By attribute, because systems replace params by other tensors.
         self._attributes = {
             owner: [(attribute, first[param]) for attribute, param in named]
             for owner in module.modules()
@@ -47,41 +47,41 @@ class ForwardReads(Observer):
         self._reads: dict[tuple[int, int], dict[str, Tensor]] = {}
         """Copies of the params that a forward read, by step and micro-batch."""
         self._right: set[str] = set()
-        """Params that a hook observed with the right values in the step before."""
+        """Params whose right values a hook observed in the step before."""
 
     def watch(self) -> None:
-        """Register the hooks, after the system's own, which may gather."""
+        """Register the hooks. Call this after the system registers its own, which may gather."""
         for owner in self._attributes:
             owner.register_forward_pre_hook(self._read)
 
     def before_forward(self, step: int, micro: int) -> None:
-        """Record which forward comes next."""
-        # Only the two steps that matter, because copies of all params are large.
+        """Record that a micro-batch's forward comes next."""
+        # Only for two steps, because copies of all params are large.
         self._at = (step, micro) if self._step - 1 <= step <= self._step else None
 
     def before_evaluation(self, step: int) -> None:
-        """Ignore this forward: it belongs to no micro-batch."""
+        """Ignore the next forward, which belongs to no micro-batch."""
         self._at = None
 
     def _read(self, owner: nn.Module, args: object) -> None:
         if self._at is None:
             return
-        # Copying is the harness's time, not the system's.
+        # Do not charge the copies to the system.
         with self._rank_time.harness():
             kept = self._reads.setdefault(self._at, {})
             for attribute, name in self._attributes[owner]:
                 value = getattr(owner, attribute, None)
-                # A module may run several times; its first read counts. Freed and distributed
+                # If a module runs several times, keep its first read. Resharded and distributed
                 # params have no values here.
                 if name not in kept and isinstance(value, Tensor) and is_plain(value):
                     kept[name] = value.detach().clone()
 
     def note_right(self, step: int, params: Mapping[str, Tensor]) -> None:
-        """Record the params that hooks observed with their right values.
+        """Record the params that hooks can observe, by a step with right losses.
 
         Args:
-            step: A step with right losses.
-            params: Params of the reference in this step.
+            step: The step.
+            params: The reference's params in this step.
         """
         for (when, _), reads in self._reads.items():
             if when == step:
@@ -94,16 +94,16 @@ class ForwardReads(Observer):
         group: JudgedGroup,
         at: tuple[int, int, int],
     ) -> Iterator[Finding]:
-        """Compare the params read by a forward with a differing loss.
+        """Compare the params read by a forward whose loss differs.
 
         Args:
-            params: Params of the reference in this step.
+            params: The reference's params in this step.
             group: The judged group.
-            at: Step, rank and micro-batch of the loss.
+            at: Step, group rank and micro-batch.
         """
         step, rank, micro = at
         for name, got in self._reads.get((step, micro), {}).items():
-            # If a system gathers after the hooks, they observe other values in every step.
+            # If a system gathers after the hooks run, they never observe right values.
             is_seen = step == group.first_step or name in self._right
             if not is_seen or _agrees(params.get(name), got) is not False:
                 continue
@@ -118,12 +118,12 @@ class ForwardReads(Observer):
                 for before in [self._reads.get((step - 1, 0), {})]
                 if name in before
             ]
-            # A default argument, because a closure would see the value of the loop's last turn.
+            # A default argument, because a closure would use the last iteration's value.
             yield group.differing(found, params[name], got, known=lambda known=known: known)
 
 
 def _agrees(wanted: Tensor | None, got: Tensor) -> bool | None:
-    """Return True if values are equal; None if they cannot be compared, as in another dtype."""
+    """Return True if values are equal; None if they differ in dtype or size."""
     if wanted is None or wanted.dtype != got.dtype or wanted.numel() != got.numel():
         return None
     return same_bits(wanted, got)
@@ -137,14 +137,14 @@ def compare_losses(
     group: JudgedGroup,
     rank: int,
 ) -> Iterator[Finding]:
-    """Compare a rank's losses, and if one differs the params that its forward read.
+    """Compare a rank's losses. If a loss differs, also compare the params its forward read.
 
     Args:
-        losses: Loss of each micro-batch.
+        losses: Losses by micro-batch.
         taken: The expected step; `params_before` may be empty.
-        reads: Reads of the rank's forwards; None if not recorded.
+        reads: Params read by the rank's forwards; None if not recorded.
         group: The judged group.
-        rank: Rank in the group.
+        rank: Group rank.
     """
     expected, step = taken.losses, taken.step
     differ = [
@@ -153,10 +153,10 @@ def compare_losses(
         if group.comparer.differs(expected[rank, micro], loss)
     ]
     if reads is not None and not differ:
-        # Learn from right steps which params the hooks observe at all.
+        # Learn from right steps which params the hooks can observe.
         reads.note_right(step, taken.params_before)
     for micro in differ:
-        # Params first: they explain the loss.
+        # Params first, because they explain the loss.
         if reads is not None:
             yield from reads.compare(taken.params_before, group=group, at=(step, rank, micro))
         at = findings.loss(step, rank, micro)
@@ -167,7 +167,7 @@ def compare_losses(
 def _known_losses(
     expected: Mapping[tuple[int, int], Tensor], group: JudgedGroup
 ) -> Iterator[Known]:
-    """Yield the losses of all ranks and micro-batches, as candidates."""
+    """Yield all ranks' losses, as candidates."""
     for (rank, micro), loss in expected.items():
         what = f"the loss of rank {group.world_ranks[rank]}, micro-batch {micro}"
         yield Known(what=what, values=loss)

@@ -1,7 +1,7 @@
-"""Norm and zeros of the reported gradients, compared with the reported norm and zeros.
+"""Comparison of reported norm and zeros with those of the reported gradients.
 
-With an unknown order of addition, the bounds leave the norm an interval. But ranks report the whole
-gradient, part by part, and that has a single norm. If ranks are judged in separate processes,
+With an unknown order of addition, the bounds only imply an interval for the norm. But together the
+ranks report the whole gradient, which has a single norm. If ranks are judged in separate processes,
 judges exchange the contributions of their parts.
 """
 
@@ -21,12 +21,12 @@ from zero_sim.reference.gradient import root_of_squares
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartStats:
-    """Contribution of a part of a param to norm and zeros of a step's gradient."""
+    """Contribution of an owned part to norm and zeros."""
 
     step: int
     param: str
     start: int
-    """Offset of the part in the flattened param."""
+    """Offset in the flattened param."""
     squares: float
     """Sum of squares, in fp64."""
     terms: int
@@ -36,24 +36,24 @@ class PartStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportedStats:
-    """Norm and zeros of a step's gradient, as reported by a rank."""
+    """Norm and zeros, as reported by a rank."""
 
     step: int
     rank: int
-    """Rank in the world."""
+    """World rank."""
     norm: float | None
     zeros: int | None
     terms: int
-    """Number of elements of the whole gradient, over all ranks."""
+    """Number of elements in the whole gradient, over all ranks."""
 
 
 def check_measures(
     part_stats: Iterable[PartStats], reported: Iterable[ReportedStats]
 ) -> Iterator[Finding]:
-    """Compare reported norm and zeros with those of all parts, for steps without missing parts.
+    """Compare reported norm and zeros with the sums over all parts.
 
     Args:
-        part_stats: Contributions of all parts; replicas of a part count once.
+        part_stats: Contributions of all parts. Steps with missing parts are not compared.
         reported: Reports of all ranks.
     """
     parts: dict[int, dict[tuple[str, int], PartStats]] = {}
@@ -63,13 +63,12 @@ def check_measures(
     wholes = {step: _whole(seen.values()) for step, seen in parts.items()}
     for claimed in reported:
         whole = wholes.get(claimed.step)
-        # Some part is missing, so its sum of squares is too small.
+        # A part is missing, so the sum of squares is too small.
         if whole is None or whole.terms != claimed.terms:
             continue
         if claimed.norm is not None and whole.norm is not None:
             got = torch.tensor(claimed.norm, dtype=torch.float32)  # On the CPU, like the whole's.
             if not same_bits(whole.norm, got):
-                # The reported norm is not that of the reported gradients.
                 at = findings.norm(claimed.step, claimed.rank)
                 at = replace(at, message=f"{at.message} from that of the reported gradients")
                 yield findings.differing(at, whole.norm, got)
@@ -85,13 +84,13 @@ class _Whole:
     """Sums over all parts of a step."""
 
     norm: Tensor | None  # 0D, fp32
-    """None if its rounding depends on the order in which squares are added."""
+    """None if its rounding depends on the order of addition."""
     zeros: int
     terms: int
 
 
 def _whole(parts: Collection[PartStats]) -> _Whole:
-    # If certified, the norm does not depend on the order of the parts.
+    # A certified norm does not depend on the order of parts.
     terms = sum(stats.terms for stats in parts)
     norm, certified = root_of_squares(sum(stats.squares for stats in parts), terms=terms)
     return _Whole(

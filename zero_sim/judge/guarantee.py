@@ -1,15 +1,14 @@
-"""Guarantees: the reason why each element of a reduced gradient must match. There is no tolerance.
+"""Guarantees: why each reduced gradient element must match. There is no tolerance.
 
 - `order-free`: the oracle certified that every order of addition gives these bits, so every backend
   must produce them.
-- `one-sum`: at most two numbers are added at once. IEEE addition commutes, so there is only one
-  order.
-- `modelled-order`: the bits follow from the order that the world declares.
-- `bound`: the order is unknown. The element must lie in an interval that is proven from the data
+- `one-sum`: each sum adds two numbers. IEEE addition commutes, so only one order exists.
+- `modelled-order`: the bits follow from the world's declared order.
+- `bound`: the order is unknown. The element must lie in an interval proven from the data
   (`zero_sim.reference.bounding`).
 
-Everything after the sum is computed elementwise from it, so it has the same guarantee. With a
-bound, it follows exactly from the reported sum.
+Masters, state and params are computed elementwise from the sum, so they have the same guarantee.
+With `bound`, they must follow exactly from the reported sum.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ Guarantee = Literal["order-free", "one-sum", "modelled-order", "bound"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Width:
-    """Freedom that the bounds of a case leave."""
+    """Width of a case's bounds."""
 
     reach: float = 0.0
-    """Largest distance of an order's result from the exact sum, relative to the sum of magnitudes.
-    """
+    """Largest distance from the exact sum that an order can reach, relative to the sum of
+    magnitudes."""
     signless: int = 0
-    """Elements whose interval contains zero, so that not even their sign is determined."""
+    """Number of elements whose interval contains zero, so not even their sign is known."""
 
     def __add__(self, other: Width) -> Width:
-        """Return the freedom of both together."""
+        """Return the width of both together."""
         return Width(reach=max(self.reach, other.reach), signless=self.signless + other.signless)
 
 
@@ -45,18 +44,18 @@ def count_guarantees(
     replica_count: int,
     order_known: bool = True,
 ) -> Counter[Guarantee]:
-    """Count the elements of a step's reduced gradient by guarantee.
+    """Count the reduced gradient elements of a step, by guarantee.
 
     Args:
-        step: The step as computed by the oracle; `order_free` is None if nothing was certified.
+        step: The oracle's step.
         rank_count: Number of ranks in the sum.
-        replica_count: Number of shard groups that are summed first.
+        replica_count: Number of shard groups. Each is summed first, then the groups.
         order_known: True if the order of addition is known.
     """
     elems = sum(grad.numel() for grad in step.grads.values())
-    # None means that the oracle looked for no certificate, so nothing counts as order-free.
+    # None if the oracle did not try to certify, so nothing counts as order-free.
     certified = sum(int(mask.sum()) for mask in (step.order_free or {}).values())
-    # Two levels: within each shard group, then over the groups.
+    # Both sums, within a shard group and over the groups, must have at most two terms.
     few = max(rank_count // replica_count, replica_count) <= 2
     rest: Guarantee = "one-sum" if few else "modelled-order" if order_known else "bound"
     counts: Counter[Guarantee] = Counter({"order-free": certified, rest: elems - certified})
@@ -64,15 +63,15 @@ def count_guarantees(
 
 
 def in_words(counts: Counter[Guarantee]) -> str:
-    """Return the counts as a note for the reader."""
+    """Return the counts as a note."""
     parts = ", ".join(f"{count:,} {row}" for row, count in sorted(counts.items()))
     return f"elements of reduced gradients by guarantee: {parts}"
 
 
 def width_in_words(counts: Counter[Guarantee], width: Width) -> str:
-    """Return the freedom of the bounds as a note; empty without bounded elements."""
+    """Return the width of the bounds as a note; empty without bounded elements."""
     if not counts["bound"] or not width.reach:
-        # Exact bounds leave no freedom to report.
+        # Intervals of a single value have no width.
         return ""
     share = 1 - width.signless / counts["bound"]
     return (

@@ -1,7 +1,7 @@
-"""Accounting of harness time within a rank's turn.
+"""Accounting of harness time and failures within a rank's turn.
 
-Judge and workload run in the ranks' threads, between calls of the system. Their failures and their
-time must not be charged to the system. Calls of the engine within the judge are the system's time.
+Judge and workload run in the ranks' threads, between the system's calls. Their time and failures
+must not be charged to the system. When the judge calls an engine, the system's time runs again.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Protocol
 from zero_sim.errors import EnvironmentProblem, UntrainableError, ZeroSimError
 
 OnError = Callable[[BaseException], None] | None
-"""Called with an exception that leaves a block; may raise another."""
+"""Called with an exception that leaves a block; may raise another exception."""
 
 
 class PauseClock(Protocol):
-    """Makes blocks that stop the clock of the calling rank's program: `World.pause_clock`."""
+    """Makes blocks that stop the calling rank's clock, such as `World.pause_clock`."""
 
     def __call__(
         self, pause: bool, *, watched: bool = True, on_error: OnError = None
@@ -27,7 +27,7 @@ class PauseClock(Protocol):
         """Make a block.
 
         Args:
-            pause: True to stop the clock; False to let it run within a block that stopped it.
+            pause: True to stop the clock, False to let it run inside a block that stopped it.
             watched: False to ignore races.
             on_error: Translates exceptions.
         """
@@ -51,24 +51,24 @@ class _SystemRaised(Exception):
         super().__init__(str(error))
 
 
-# Not errors of the harness: the user can fix both.
+# The user can fix these, so they are not harness errors.
 _COME_THROUGH = (EnvironmentProblem, UntrainableError)
 
 
 @contextmanager
 def untimed(pause: bool, *, watched: bool = True, on_error: OnError = None) -> Iterator[None]:
-    """Make a block without a clock, for worlds that measure no time; as `PauseClock`."""
+    """A `PauseClock` for worlds that do not measure time."""
     try:
         yield
     except BaseException as error:
         if on_error is not None:
             on_error(error)
-        # Reached if `on_error` did not raise another exception.
+        # Only reached if `on_error` did not raise.
         raise
 
 
 class RankTime:
-    """Blocks of the harness within a rank's turn, and blocks of the engine within those.
+    """Blocks for harness time in a rank's turn, and nested blocks for engine calls.
 
     Args:
         pause_clock: Makes the blocks.
@@ -76,33 +76,33 @@ class RankTime:
 
     def __init__(self, pause_clock: PauseClock = untimed) -> None:
         self._pause_clock = pause_clock
-        # Reads of the judge are not races of the system, even on buffers in flight.
+        # Reads by the judge are not the system's races, even on buffers in flight.
         self.harness = partial(pause_clock, True, watched=False, on_error=_raise_as_harness)
-        """Make a block of the harness.
+        """Make a block for harness code.
 
-        Exceptions become JudgeFailed, except missing resources, untrainable cases, and errors of an
-        engine in `engine`: these pass unchanged.
+        Exceptions become JudgeFailed, except for EnvironmentProblem, UntrainableError, and
+        exceptions from an `engine` block.
         """
         self.engine = partial(pause_clock, False, on_error=_raise_as_engine)
-        """Make a block for a call of an engine, inside `harness`: the system's time again."""
+        """Make a block for an engine call, inside a `harness` block."""
 
     @contextmanager
     def caused_by_harness(self) -> Iterator[None]:
-        """Make a block of system time for calls that the harness caused."""
+        """Make a block of system time for engine calls that the harness caused."""
         with self._pause_clock(True), self._pause_clock(False):
             yield
 
 
 def _raise_as_harness(error: BaseException) -> None:
     if isinstance(error, _SystemRaised):
-        # Unwrap what `_raise_as_engine` wrapped: the system's own error.
+        # Unwrap the system's error, which `_raise_as_engine` wrapped.
         raise error.error from error.error.__cause__
     if isinstance(error, Exception) and not isinstance(error, _COME_THROUGH):
-        # Only Exception: other exceptions stop the rank and are no failure of the judge.
+        # Only Exception: a BaseException stops the rank, so it is not a judge failure.
         raise JudgeFailed(error, traceback.format_exc()) from error
 
 
 def _raise_as_engine(error: BaseException) -> None:
-    # Wrapped, so that the harness block around it can tell it from its own errors.
+    # Wrap it, so that the outer harness block does not take it for a harness error.
     if isinstance(error, Exception):
         raise _SystemRaised(error) from error

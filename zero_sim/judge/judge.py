@@ -1,10 +1,10 @@
-"""The judge: compares a rank's state with the reference after every step.
+"""The judge: compares each rank's state with the reference after every step.
 
-Rank programs call the judge themselves, one rank at a time, directly after a step and before
-anything changes the state. So nothing is copied unless a difference is found.
+Rank programs call the judge directly after a step, one rank at a time, before anything changes the
+state. So the judge copies tensors only if they differ.
 
-If each rank is a process, each has a judge that observes only that rank. It receives the facts of
-the other ranks before their first step, and may receive the steps that one of them computes.
+If each rank is a process, its judge observes only this rank. It receives the facts of the other
+ranks before the first step. It may also receive the reference's steps from another process.
 """
 
 from __future__ import annotations
@@ -33,20 +33,19 @@ from zero_sim.targets.adapt import PARTS
 
 
 class Judge:
-    """Judges one run, and collects findings of the first bad step.
+    """Judges a group of ranks, and collects the findings of its first bad step.
+
+    If groups share a norm, connect their judges by `join_peers`.
 
     Args:
-        group: The judged group of ranks.
+        group: The judged group.
         reference: The oracle, before the first step.
-        order_seed: Seed of the world, from which orders are drawn.
-        observed: Ranks of the group that this judge observes.
-        weighed_step: The step whose memory is compared, because measuring it is slow.
-        calls_made: Returns the number of calls in the world's log, to locate findings in it; None
-            without a log.
-        after_step: Called with each step that the reference has taken, before the next.
+        order_seed: World seed, from which orders are drawn.
+        observed: Group ranks that this judge observes.
+        weighed_step: The only step whose memory is compared, because measuring is slow.
+        calls_made: Returns the length of the world's call log; None without a log.
+        after_step: Called with the index of each step that the reference has taken.
         shared: Steps from other processes or earlier cases; None to take all steps here.
-
-    Connect judges of one world that share a norm by `join_peers`.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Judge:
         self.group = group
         self.weighed_step = weighed_step
         self.notes: dict[int, RankNotes] = {}
-        """Notes by rank, for ranks that have begun."""
+        """Notes by rank, from `begin` on."""
         self.book = StepBook(group.world_ranks, first_step=first_step, calls_made=calls_made)
         self.bad = FirstBadStep(first_step=first_step, book=self.book)
         self._coverage = Coverage(group.scenario, first_step=first_step)
@@ -79,7 +78,11 @@ class Judge:
 
     @staticmethod
     def join_peers(judges: Sequence[Judge]) -> None:
-        """Let judges step their references together, once all ranks have built their engines."""
+        """Connect judges whose groups share a norm, so their references step together.
+
+        Args:
+            judges: All judges of the world, once all ranks have built their engines.
+        """
         for judge in judges:
             # The list includes the judge's own steps.
             judge._owed.steps.peers = [each._owed.steps for each in judges]
@@ -90,11 +93,11 @@ class Judge:
         return self.group.ownership.are_all_there
 
     def findings(self) -> tuple[Finding, ...]:
-        """Return the findings of the first bad step, in order of dataflow."""
+        """Return the findings of the first bad step, in dataflow order."""
         return self.judge_report().merged()
 
     def judge_report(self) -> JudgeReport:
-        """Return the report of this run, as plain data."""
+        """Return this judge's report as plain data."""
         placed = (
             findings.with_index(found, self.group.ownership.shapes) for found in self.bad.findings
         )
@@ -110,7 +113,7 @@ class Judge:
             unobserved=self._coverage.unobserved.union(self.group.unobserved),
             owed=self._coverage.owed,
             bad_step=self.bad.step,
-            # Findings have group ranks until here; reports use world ranks.
+            # Findings have group ranks until here. Reports have world ranks.
             findings=tuple(
                 found
                 if found.rank is None
@@ -121,47 +124,48 @@ class Judge:
         return self._owed.exact.add_to(judged)
 
     def buffer_map(self) -> BufferMap | None:
-        """Return the flat buffer of the first finding that lies in one."""
+        """Return the buffer map of the first finding that lies in a flat buffer."""
         judged = self.judge_report()
         for first in judged.merged():
             # Only ranks that share the param own parts of its buffer.
             sharing = self.group.ownership.places_beside(first.param)
             places = {self.group.world_ranks[rank]: places for rank, places in sharing.items()}
+            # All findings of this check, so that the map shows their pattern.
             found = [finding for finding in judged.findings if finding.check == first.check]
-            # All differences of this check, so the map shows their pattern.
             buffer_map = build_buffer_map(first, found=found, places=places)
             if buffer_map is not None:
                 return buffer_map
         return None
 
     def note_facts(self, rank: int, facts: Facts) -> None:
-        """Record the facts of a rank's engine, before the first step.
+        """Record a rank's facts, before the first step. Every rank must report, observed or not.
 
         Args:
-            rank: Rank in the group.
-            facts: Facts of the engine. Needed from every rank, observed or not.
+            rank: Group rank.
+            facts: Facts about its engine.
         """
         ownership, step = self.group.ownership, self.group.first_step
         ownership.note_facts(rank, facts)
         self.group.unobserved.update(facts.unreported)
         if self.has_started:
-            # All ranks are there, so the reference can be set up and ownership checked.
+            # All ranks have reported, so set up the reference and check ownership. Start values
+            # before addresses, as `Steps.start_from` requires.
             if ownership.drawn:
-                # In this order: see `Steps.start_from`.
                 self._owed.steps.start_from(ownership.drawn)
             self._owed.steps.set_addresses(ownership.addresses)
             tell_parts = PARTS not in self.group.unobserved
             self.bad.report(step, ownership.check(step, tell_parts=tell_parts))
 
     def observe_load(self, rank: int, engine: EngineAdapter) -> None:
-        """Judge the state that a rank has loaded from a checkpoint.
+        """Judge a rank's state after it has loaded a checkpoint.
 
         Args:
-            rank: Rank in the group.
-            engine: Its engine; params can be read.
+            rank: Group rank.
+            engine: Its engine, with readable params.
         """
         with engine.asked_once():
-            # Query on every rank, even if the reference is past the load: calls may be collective.
+            # Query on every rank, even if the reference is past the load, because queries may be
+            # collective.
             engine.parts()
             engine.params()
             engine.settings()
@@ -169,11 +173,11 @@ class Judge:
             self.bad.report(self.group.first_step, found)
 
     def begin(self, rank: int, notes: RankNotes) -> None:
-        """Record notes on a rank, which is judged from the next step on.
+        """Start judging a rank, from its next step on.
 
         Args:
-            rank: Rank in the group.
-            notes: Its module, declared costs, and recorders.
+            rank: Group rank.
+            notes: Sizes of its module, declared costs, and recorders.
         """
         self.notes[rank] = notes
         self.book.begin(rank)
@@ -182,17 +186,16 @@ class Judge:
         """Check a rank directly before the first backward of a step."""
         self.book.begin_backward(rank, step)
         if self.bad.is_before(step):
-            # After a finding, other processes take their own steps.
+            # This group has a finding, so other processes must take their own steps.
             self._owed.steps.stop_sharing(step)
         with self.book.aside(rank):
             shown = self._shown(rank, step, engine)
             self.bad.report(step, table.run_checks(table.BEFORE_BACKWARD, shown))
 
     def observe_evaluation(self, rank: int, step: int, trained: Tensor, evaluated: Tensor) -> None:
-        """Compare a rank's loss under `no_grad` with that of the same micro-batch in training.
-
-        Both forwards read the same params. The reference only computes the training loss.
-        """
+        """Compare a rank's loss under `no_grad` with the training loss of the same micro-batch."""
+        # Both forwards read the same params, so the losses must be equal. The reference does not
+        # compute a loss under `no_grad`.
         if not self.bad.is_before(step) and self.group.comparer.differs(trained, evaluated):
             found = findings.differing(findings.evaluated_loss(step, rank), trained, evaluated)
             self.bad.report(step, iter((found,)))
@@ -208,11 +211,11 @@ class Judge:
         """Judge a rank's state after a step.
 
         Args:
-            rank: Rank in the judged group.
-            step: The completed step, from 0.
-            losses: Loss of each micro-batch.
+            rank: Group rank.
+            step: The completed step.
+            losses: Losses by micro-batch.
             result: Returned by the engine's step.
-            engine: The engine; params may still be in flight.
+            engine: The engine. Its params may still be in flight.
         """
         with self.book.aside(rank), engine.asked_once():
             # Before any early return, so that all ranks make the same queries.
@@ -221,16 +224,14 @@ class Judge:
                 # Findings of later steps are consequences of the first.
                 return
             self._observe(self._shown(rank, step, engine, losses=losses, result=result))
-        # After the block, which sets the judge's own calls aside from those of the step.
+        # Outside of the block, which excludes the judge's own calls from the step.
         self.book.end(rank, step)
 
     def _query_after_step(self, rank: int, step: int, engine: EngineAdapter) -> None:
-        """Query an engine for everything that may be compared after a step.
-
-        Queries may be collective, so they depend on the case only. If findings or reports of one
-        rank decided about queries of another, ranks would wait for each other forever.
-        """
-        # Views of live state, read again once the params are gathered.
+        """Query an engine for everything that may be compared after a step."""
+        # Queries may be collective, so they must only depend on the case. If they depended on a
+        # rank's findings or reports, ranks would make different calls and deadlock.
+        # Views of live state, read again once params are gathered.
         self._parts[rank] = list(engine.parts())
         if self.group.recorder is not None:
             self.group.recorder.note_parts(step, self._parts[rank])
@@ -241,58 +242,58 @@ class Judge:
             engine.held_bytes()
 
     def _is_weighed(self, rank: int, step: int) -> bool:
-        """Return True if memory is compared after this step, because the target declares any."""
+        """Return True if memory is compared after this step and the target declares its memory."""
         return step == self.weighed_step and self.notes[rank].costs.held is not None
 
     def _observe(self, shown: Shown) -> None:
         steps, rank, step, skipped = self._owed.steps, shown.rank, shown.step, self.book.skipped
         if not steps.follows(step):
-            # The reference cannot take this step; only record whether the system skipped it.
+            # The reference cannot take this step, so only record the system's skip.
             skipped.setdefault(step, bool(shown.result.skipped))
             return
-        # If the target declares norm = "told", the reference clips by the reported norm.
+        # With numerics norm = "told", the reference clips by the reported norm.
         steps.get(step, told=shown.result.norm)
         if steps.uncertified_step is not None:
-            # An overflow may depend on the order of addition, so skipping is not judged either.
+            # Overflow may depend on the order of addition, so even a skip is not judged.
             skipped[step] = bool(shown.result.skipped)
             return
-        self.group.telling[rank] = any(part.grad is not None for part in shown.parts)
         # A rank that reports any gradient must report all.
+        self.group.telling[rank] = any(part.grad is not None for part in shown.parts)
         self._compare(table.AFTER_STEP, shown)
         if self._is_weighed(rank, step):
             self.bad.report(step, table.run_checks(table.WEIGHED, shown))
 
     def observe_params(self, rank: int, step: int, engine: EngineAdapter) -> None:
-        """Judge a rank's working params once gathered; the last check of a step."""
+        """Judge a rank's working params once they are gathered; the last checks of a step."""
         with self.book.aside(rank), engine.asked_once():
-            # On every rank, whatever was found: see `_query_after_step`.
+            # On every rank, regardless of findings: see `_query_after_step`.
             params = engine.params()
             if self.group.recorder is not None and PARTS in self.group.unobserved:
                 self.group.recorder.note_params(step, params)
-            # On every rank too; the check gets the same answer within `asked_once`.
+            # Also on every rank. `asked_once` caches the result for the check.
             engine.stray_padding()
             if not self.bad.is_before(step):
                 shown = self._shown(rank, step, engine, params=params)
                 if self._owed.steps.uncertified_step is None:
-                    # Parts agreed with a shared step in `observe`; else steps are local by now.
+                    # If steps are still shared, `observe` found that these parts agree.
                     self._compare(table.AFTER_GATHER, shown, agreed=shown.parts)
                 self.bad.report(step, table.run_checks(table.AFTER_GATHER_ALWAYS, shown))
         self._shown_steps[rank] = step
         self._forget_shown(step)
 
     def step_unseen(self) -> None:
-        """Let the references of all peers take a step in which no rank is observed."""
+        """Take a step with the references of all peers, if no rank is observed in it."""
         if self._owed.steps.steps_unseen:
             self._owed.steps.advance()
 
     def ask_reference(self) -> None:
-        """Take the step that a rank has begun, if the reference has not taken it yet.
+        """Take the begun step with the reference, unless it was taken already.
 
         Raises:
-            UntrainableError: If the step has no finite result.
+            UntrainableError: If the step's result is not finite.
         """
         steps = self._owed.steps
-        # Steps with an unknown order need reported params, so they cannot be taken ahead.
+        # With an unknown order, a step needs reported params, so it cannot be taken ahead.
         if steps.steps_unseen and self._coverage.taken_step < self.book.begun_step:
             steps.fall_back()
             steps.advance()
@@ -316,20 +317,22 @@ class Judge:
         *,
         agreed: Sequence[OwnedPart] = (),
     ) -> None:
-        """Report findings; findings on shared steps are replaced by those on the group's own.
+        """Run checks and report their findings.
+
+        If steps are shared and a check fails, fall back to local steps and run all checks again.
 
         Args:
             checks: The checks.
-            shown: State of a rank.
-            agreed: Parts that agreed with this step before and have not changed since.
+            shown: The rank's state.
+            agreed: Parts that agreed with this step in an earlier check.
         """
         steps, step = self._owed.steps, shown.step
         if not steps.is_local:
-            # Digests, or another case's steps: enough to pass, but not to report a finding.
+            # Digests and another case's steps suffice for a pass, but not for a finding.
             noted = self.group.noted()
             if next(table.run_checks(checks, shown), None) is None:
                 return
-            # Undo counts and notes, because the checks run once more.
+            # Undo counts and notes, because the checks run again.
             self.group.go_back(noted)
             steps.fall_back()
             for part in agreed:
@@ -337,17 +340,17 @@ class Judge:
         self.bad.report(step, table.run_checks(checks, shown))
 
     def _take(self, taken: AnyStep) -> None:
-        """Record a step that the reference has taken."""
+        """Record a step of the reference."""
         self._forget_shown(taken.step)
         self._after_step(taken.step)
         self.book.skipped[taken.step] = taken.skipped
         self._coverage.note(taken)
-        # After a finding, the system's own mistake may be the cause.
+        # After a finding, the system's bug may be the cause.
         if not self.bad.findings:
             check_trainable(taken, self.group.scenario, world_ranks=self.group.world_ranks)
 
     def _forget_shown(self, step: int) -> None:
-        """Drop a step once all observed ranks have passed it; at once if none is observed."""
+        """Drop a step once all observed ranks have passed it, or at once without any."""
         if all(last >= step for last in self._shown_steps.values()):
             self._owed.steps.forget(step)
             self._owed.exact.forget(step)

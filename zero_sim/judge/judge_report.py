@@ -1,7 +1,7 @@
-"""A judge's report of one run, as plain data that can be sent and merged.
+"""A judge's report of one run: plain data, to send between processes and to merge.
 
-If each rank is a process, each has a judge, with the same oracle or digests of it. Their reports
-agree about the oracle, and add up about the ranks.
+If each rank is a process, each has a judge. All judges have the same oracle or digests of its
+steps, so their reports agree about the oracle. About the ranks, they add up.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from zero_sim.judge.rules_tried import RulesTried, rules_together, with_rules
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankDigests:
-    """Digests of ranks' reports, for runs in which no reference knows the sums.
+    """Digests of ranks' reports, for sums in an unknown order, which no reference can predict.
 
-    Judges in separate processes exchange them; they are compared once all are there.
+    Judges in separate processes send these digests. They are compared once all have arrived.
     """
 
     copies: tuple[Copy, ...] = ()
-    """Hashes of tensors that other ranks, judged elsewhere, have too."""
+    """Hashes of tensors that ranks in other processes must have too."""
     part_stats: tuple[PartStats, ...] = ()
-    """Contributions of owned parts to norm and zeros."""
+    """Contribution of each owned part to norm and zeros."""
     reported: tuple[ReportedStats, ...] = ()
     """Reported norm and zeros."""
 
@@ -49,63 +49,63 @@ class RankDigests:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgeReport:
-    """Report of a judge on one group in one segment."""
+    """A judge's report on one group in one segment."""
 
     world_ranks: tuple[int, ...]
-    """World ranks of the group."""
     first_step: int
     has_started: bool
     """True if every rank has built its engine."""
     compared_elems: int
     nonzero_fraction_max: float
-    """Largest share of nonzero gradient elements in a step."""
+    """Largest share of nonzero gradient elements in any step."""
     same_data: bool
     """True if all ranks had the same data in every step."""
     has_stepped: bool
-    """True if some step was taken on finite gradients."""
+    """True if any step updated params on finite gradients."""
     uncertified_step: int | None
-    """First step whose norm may round either way, so nothing after its clipping is judged."""
+    """First step whose update cannot be predicted, for example because its norm may round either
+    way. Nothing after it is judged."""
     unobserved: frozenset[str]
     """Items that the engine does not report."""
     owed: Counter[Guarantee]
-    """Elements of reduced gradients over all steps, by guarantee."""
+    """Reduced gradient elements over all steps, by guarantee."""
     width: Width = field(default_factory=Width)
-    """Freedom that the bounds leave to bounded elements."""
+    """Width of the bounds, with an unknown order."""
     unfollowed: str = ""
-    """Reason why the run could not be followed from some step on, with an unknown order."""
+    """Reason for `uncertified_step`; empty if it is the norm."""
     digests: RankDigests = field(default_factory=RankDigests)
     """Digests of ranks' reports, with an unknown order."""
     rules: RulesTried | None = None
-    """Result of trying other rules on the bad step; None if no other rule gives other bits."""
+    """Result of trying other rules on the bad step; None if no rules were tried."""
     bad_step: int | None
     """First step with a finding."""
     findings: tuple[Finding, ...]
-    """All findings of that step, not merged."""
+    """All findings of this step, not merged."""
 
     def merged(self) -> tuple[Finding, ...]:
-        """Return one finding per check, in order of dataflow."""
+        """Return one finding per check, in dataflow order."""
         return with_rules(sort_and_merge(self.findings), self.rules)
 
 
 def merge_judge_reports(parts: Sequence[JudgeReport]) -> JudgeReport:
-    """Merge the reports of judges that observed different ranks of one group.
+    """Merge reports of judges that observed different ranks of a group.
 
     Args:
-        parts: Reports on the same group and segment; at least one.
+        parts: At least one report, all on the same group and segment.
     """
     bad = min((part.bad_step for part in parts if part.bad_step is not None), default=None)
-    # Findings without a rank are in every report; keep one.
+    # Findings without a rank are in every report, so remove duplicates.
     found = dict.fromkeys(finding for part in parts for finding in part.findings)
     merged = replace(
-        # From the judge that got furthest, because a failed rank has seen less data.
+        # Start with the judge that got furthest, because a failed rank has observed less.
         max(parts, key=lambda part: part.owed.total()),
         has_started=all(part.has_started for part in parts),
         compared_elems=sum(part.compared_elems for part in parts),
         unobserved=frozenset[str]().union(*(part.unobserved for part in parts)),
         unfollowed=next((part.unfollowed for part in parts if part.unfollowed), ""),
         digests=RankDigests.together([part.digests for part in parts]),
+        # Rules must fit all ranks, but rules tried on a later step explain nothing.
         rules=rules_together([part.rules if part.bad_step == bad else None for part in parts]),
-        # Rules must fit all ranks, but only reports of the first bad step count.
         bad_step=bad,
         findings=tuple(found),
     )
@@ -113,7 +113,7 @@ def merge_judge_reports(parts: Sequence[JudgeReport]) -> JudgeReport:
 
 
 def with_digests(judged: JudgeReport) -> JudgeReport:
-    """Return a report with its digests compared, reduced to the first bad step."""
+    """Compare a report's digests, add the findings, and reduce all to the first bad step."""
     compared = tuple(judged.digests.check())
     steps = [judged.bad_step, *(finding.step for finding in compared)]
     bad = min((step for step in steps if step is not None), default=None)

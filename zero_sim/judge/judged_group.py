@@ -1,4 +1,4 @@
-"""The judged group of ranks: its settings, and notes that its judge and comparisons share."""
+"""The judged group of ranks: its settings, and state shared by its judge and comparisons."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from zero_sim.targets.recorded import Record
 
 Guesses = Callable[[], Iterable[Known]]
-"""Returns candidates for the observed value."""
+"""Returns candidates for an observed value."""
 
 
 class Comparer:
@@ -33,37 +33,37 @@ class Comparer:
 
     def __init__(self) -> None:
         self.elems = 0
-        """Number of elements compared so far."""
+        """Number of compared elements."""
 
     def differs(self, expected: Tensor, got: Tensor) -> bool:
         """Return True if dtype, number of elements or bits differ."""
-        # Count first: a tensor of a wrong dtype was compared, too.
+        # A tensor with a wrong dtype counts as compared, too.
         self.elems += expected.numel()
         if expected.dtype != got.dtype or expected.numel() != got.numel():
             return True
-        # torch.equal first: nearly all tensors are equal, and only others need the rule for NaN.
+        # torch.equal first, because nearly all tensors are equal. Only others need the NaN rule.
         return not torch.equal(expected, got) and not same_bits(expected, got)
 
 
 def beside(got: Tensor, expected: Tensor) -> Tensor:
-    """Move a tensor without dimensions to the device of another.
+    """Move a 0D tensor to the device of the expected tensor.
 
-    Step counts are on the CPU or on the param's device, depending on options of the optimizer.
+    Step counts are on the CPU or on the param's device, depending on the optimizer's options.
     """
     return got if got.dim() else got.to(expected.device)
 
 
 def cut_state(state: Tensor, *, master: Tensor, start: int, stop: int) -> Tensor:
-    """Return the elements of a state tensor that belong to a part of its master.
+    """Cut a state tensor to a part of its master.
 
-    Only state of the master's shape is cut. Counters, and state of another shape such as factors of
-    a matrix, belong to the whole param.
+    State of another shape than the master's, such as counters and matrix factors, belongs to the
+    whole param and is not cut.
 
     Args:
         state: State tensor of a whole param.
         master: The whole master.
         start: First element of the part, in the flattened param.
-        stop: One past its last element.
+        stop: End of the part.
 
     Returns:
         1D, or 0D for counters.
@@ -76,7 +76,7 @@ def cut_state(state: Tensor, *, master: Tensor, start: int, stop: int) -> Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Noted:
-    """Snapshot of the notes of a judged group."""
+    """Snapshot of a judged group's mutable fields."""
 
     elems: int
     unobserved: frozenset[str]
@@ -92,64 +92,64 @@ class JudgedGroup:
     numerics: Numerics
     ownership: Ownership
     world_ranks: Sequence[int]
-    """World ranks of the group, for findings."""
+    """For findings."""
     first_step: int
     """The first judged step."""
     sees_all: bool
     """True if the judge observes all ranks of the group."""
     explainer: str = ""
-    """`module:name` of the class that explains differences; empty for no explanations."""
+    """`module:name` of a class that explains differences; empty for no explanations."""
     recorder: Record | None = None
     """Records the state after each step, to compare layouts; None if not needed."""
     comparer: Comparer = field(default_factory=Comparer)
     unobserved: set[str] = field(default_factory=set)
-    """Items that the engine does not report; grows."""
+    """Items that the engine does not report. Grows during the run."""
     telling: dict[int, bool] = field(default_factory=dict)
-    """True if a rank reports gradients of any of its parts in its current step, by rank."""
+    """True if a rank reports any part's gradient in its current step, by rank."""
     _guessed: set[tuple[str, int | None, int | None]] = field(default_factory=set)
-    """Check, step and rank of findings that candidates were searched for."""
+    """Check, step and rank of findings for which candidates were searched."""
 
     @property
     def tells_divided(self) -> bool:
-        """True if reported gradients are already divided, for divisions after the sum."""
+        """True if reported gradients are already divided."""
         return self.numerics.told_at != "before-division"
 
     @property
     def shows_grads_of_params(self) -> bool:
-        """True if gradients of whole params are reported as they were summed."""
+        """True if gradients of whole params are reported and can be compared."""
         spec = self.scenario.optimizer
-        # Clipping and unscaling change the gradients, unless the target declares that it reports
-        # them after that.
+        # Clipping and unscaling change gradients in place, so they cannot be compared unless the
+        # target declares that it reports them afterwards.
         changed = spec.clip_norm or spec.clip_value or spec.loss_scale
         return self.numerics.grads_in_params and (self.numerics.is_told_wide or not changed)
 
     @property
     def compares_layouts(self) -> bool:
-        """True if masters and state are compared with those of another layout."""
+        """True if another layout's masters and state are expected."""
         return self.scenario.pair is not None and self.recorder is None
 
     def of_layouts(self, at: Finding) -> Finding:
-        """Return a finding with the check `equality.layout` if layouts are compared."""
+        """Change a finding's check to `equality.layout` if layouts are compared."""
         return replace(at, check=Check.EQUALITY_LAYOUT) if self.compares_layouts else at
 
     def note_unreported(self, *, divisor: float) -> None:
-        """Record that gradients or their division are unobserved, if no optimizer state shows them.
+        """Record gradients or their division as unobserved, if nothing reported depends on them.
 
         Args:
-            divisor: Divisor of the sum over ranks, 1 for none.
+            divisor: Divisor of the sum over ranks; 1 for none.
         """
         if PARTS not in self.unobserved:
-            # Masters and state show the size of the gradient.
+            # Masters and state depend on the gradient's magnitude.
             return
         if not self.shows_grads_of_params:
             self.unobserved.add(GRADIENTS)
         shows_mean = self.shows_grads_of_params and (self.tells_divided or divisor == 1)
-        # Only SGD's params show the size of a gradient. Other optimizers normalise it away.
+        # SGD's params depend on the gradient's magnitude. Most other optimizers normalise it.
         if not shows_mean and self.scenario.optimizer.name != "sgd":
             self.unobserved.add(DIVISION)
 
     def noted(self) -> Noted:
-        """Return a snapshot of the notes, for a comparison that may be repeated."""
+        """Return a snapshot, for checks that may be repeated."""
         return Noted(
             elems=self.comparer.elems,
             unobserved=frozenset(self.unobserved),
@@ -158,14 +158,14 @@ class JudgedGroup:
         )
 
     def go_back(self, noted: Noted) -> None:
-        """Restore the notes of a snapshot.
+        """Restore a snapshot.
 
         Args:
             noted: Returned by `noted`.
         """
         self.comparer.elems = noted.elems
         for kept, before in ((self.unobserved, noted.unobserved), (self._guessed, noted.guessed)):
-            # In place, because the record is frozen.
+            # In place, because fields of a frozen dataclass cannot be assigned.
             kept.intersection_update(before)
         self.telling.clear()
         self.telling.update(noted.telling)
@@ -179,17 +179,17 @@ class JudgedGroup:
         known: Guesses = tuple,
         factors: FactorCauses | None = None,
     ) -> Finding:
-        """Fill in a finding with the difference, and with the observed value if it is recognised.
+        """Fill in a difference, and a description of the observed value if it is recognised.
 
         Args:
             at: Template, with the offset of the first compared element.
             expected: Any shape.
             got: Tensor of the system.
-            known: Returns candidates; only called for the first finding of each check and rank.
+            known: Returns candidates.
             factors: Causes of a common factor, for gradients and norms.
         """
         hint, key = "", (at.check, at.step, at.rank)
-        # Only once per check, step and rank: candidates may take a replay to compute.
+        # Only once per check, step and rank, because candidates may need a replay.
         if key not in self._guessed and expected.dtype == got.dtype:
             self._guessed.add(key)
             if expected.numel() == got.numel():
@@ -203,10 +203,10 @@ class JudgedGroup:
         if what:
             return f"the value {what}"
         timing = self.scenario.world.timing
-        # NaN may also be the system's own, so this is only a hint.
+        # The system may have computed NaN itself, so this is only a hint.
         if timing != "eager" and bool((got.isnan() & ~expected.isnan()).any()):
             return (
-                f"it contains NaN, as memory in flight does under timing {timing!r}; it may have "
+                f"it contains NaN, like memory in flight under timing {timing!r}; it may have "
                 "been read before its wait"
             )
         return ""
@@ -221,18 +221,18 @@ class JudgedGroup:
         state: Mapping[str, Tensor],
         known: Callable[[str], Iterable[Known]] = lambda key: (),
     ) -> Iterator[Finding]:
-        """Compare master and optimizer state of a part after an update.
+        """Compare a part's master and optimizer state after an update.
 
         Args:
-            part: The part, as reported by its engine.
+            part: Reported by its engine.
             rank: Its owner.
-            step: The step with this update.
+            step: The step.
             master: Expected master, cut to the part.
             state: Expected optimizer state by torch's key, cut to the part.
-            known: Returns candidates for a key; for an empty key, for the master.
+            known: Returns candidates for a key, or for the master if the key is empty.
         """
         place = part.place
-        # State before master, as in the dataflow: the master is computed from the state.
+        # State first, because the master is computed from it.
         compared = [
             (Check.EQUALITY_STATE, key, state[key], beside(part.state[key], state[key]))
             for key in sorted(state.keys() & part.state.keys())
@@ -242,7 +242,7 @@ class JudgedGroup:
             if self.comparer.differs(value, got):
                 at = self.of_layouts(findings.owned(check, key, step, rank, place))
                 yield self.differing(at, value, got, known=partial(known, key))
-        # A key on one side only is a finding; comparing common keys alone would hide it.
+        # Keys on only one side were not compared above.
         for key in sorted(state.keys() ^ part.state.keys()):
             at = self.of_layouts(findings.owned(Check.EQUALITY_STATE, key, step, rank, place))
             side = "the other layout" if self.compares_layouts else "the reference"

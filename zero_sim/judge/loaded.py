@@ -1,6 +1,6 @@
 """Comparison of loaded state, before a rank's first forward after a checkpoint.
 
-A wrong load makes everything after it wrong. Found here, it is reported with param and key.
+A wrong load makes everything after it wrong. Only here can the finding name its param and key.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from zero_sim.targets.bare_model import names_like
 CHECK = Check.EQUALITY_LOAD
 
 _FREE = frozenset({"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"})
-"""Settings that select among implementations of one computation, so they may differ."""
+"""Settings that select an implementation, not a computation, so they may differ."""
 
 
 def compare_loaded(
     group: JudgedGroup, engine: EngineAdapter, *, standing: TrainingState, rank: int
 ) -> Iterator[Finding]:
-    """Compare masters, state, working params, scales, buffers and settings, if reported.
+    """Compare all reported state: masters, optimizer state, params, scales, buffers and settings.
 
     Args:
         group: The judged group.
         engine: The rank's engine.
-        standing: State that the reference continues with.
-        rank: Rank in the group.
+        standing: The reference's state, before its next step.
+        rank: Group rank.
     """
+    # Masters and state first, because working params are computed from them.
     for part in engine.parts():
-        # Masters and state first: working params are computed from them.
         yield from _compare_part(group, part, standing=standing, rank=rank)
     params = engine.params()
     for name, wanted in standing.params.items():
@@ -52,7 +52,7 @@ def compare_loaded(
             known = partial(_others, standing.params)
             yield group.differing(at, wanted, params[name], known=known)
     for name, values, now in engine.untrained():
-        # Untrained params have no master, but a checkpoint contains them, too.
+        # Checkpoints contain untrained params, too.
         if now is not None and group.comparer.differs(values, now):
             yield group.differing(_of_param(group, name, rank=rank), values, now)
     yield from _compare_scales(group, engine, standing=standing, rank=rank)
@@ -70,7 +70,7 @@ def _compare_part(
     place, step = part.place, group.first_step
 
     def others(values: Mapping[str, Tensor]) -> Iterator[Known]:
-        # Other params' values are candidates, because a load may swap params.
+        # A load may swap params, so other params' values are candidates.
         return _others(values, start=place.start)
 
     name = place.param
@@ -81,14 +81,14 @@ def _compare_part(
         at = findings.owned(CHECK, "the fp32 master", step, rank, place)
 
         def known() -> Iterator[Known]:
-            # A master made from the working param has lost its lower bits.
+            # A master that was loaded from the working param lacks the lower bits.
             yield _narrowed(standing, name, start=place.start)
             yield from others(standing.masters)
 
         yield group.differing(replace(at, manner="master"), master, part.master, known=known)
     wanted = standing.state[name]
-    # After a load of weights only, optimizers may create state now or in the next step. So compare
-    # it after that step.
+    # If only weights were loaded, optimizers may create state now or in the next step. Empty
+    # `wanted` skips the comparison until then.
     for key in sorted(wanted.keys() | part.state.keys()) if wanted else ():
         at = findings.owned(CHECK, f"optimizer state {key!r}", step, rank, place)
         at = replace(at, manner=key)
@@ -132,7 +132,7 @@ def _compare_buffers(
     held = engine.module_tensors() if standing.buffers else {}
     for name, wanted in standing.buffers.items():
         alike = names_like(held, name)
-        # With another name or dtype, only the loss of the next forward shows a difference.
+        # A buffer with another name or dtype cannot be compared. The next loss depends on it.
         got = held[alike[0]] if len(alike) == 1 else wanted
         if got.dtype == wanted.dtype and group.comparer.differs(wanted, got):
             message = "the buffer of the module differs from the checkpoint"
@@ -145,7 +145,7 @@ def _compare_settings(
 ) -> Iterator[Finding]:
     for name, reported in settings.params.items():
         wanted = standing.settings.get(name, {})
-        # Compare what both report: engines may have settings of their own.
+        # Compare common settings only, because engines may have additional settings.
         for key in sorted(wanted.keys() & reported.keys() - _FREE):
             if reported[key] != wanted[key]:
                 yield _setting(
@@ -155,7 +155,7 @@ def _compare_settings(
         ("the loss scale", standing.loss_scale, settings.loss_scale),
         ("the count of good steps", standing.good_steps, settings.good_steps),
     ):
-        # None if the case has no loss scale.
+        # None without loss scaling.
         if expected is not None and got != expected:
             yield _setting(group, what, expected, got, rank=rank)
 
@@ -181,7 +181,7 @@ def _setting(
 
 
 def _of_param(group: JudgedGroup, name: str, *, rank: int) -> Finding:
-    """Return a template for the comparison of a whole working param."""
+    """Return a template for a whole working param."""
     return Finding(
         check=CHECK,
         message="the working param differs from the checkpoint",
@@ -196,7 +196,7 @@ def _of_param(group: JudgedGroup, name: str, *, rank: int) -> Finding:
 
 def _narrowed(standing: TrainingState, name: str, *, start: int) -> Known:
     """Return the working param in fp32, as a candidate for a master."""
-    # Widening is exact, so the lower bits of such a master are zeros.
+    # Widening is exact: it fills the lower bits with zeros.
     values = standing.params[name].float()
     return Known(what="the working param, without the lower bits", values=values, start=start)
 

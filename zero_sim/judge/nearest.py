@@ -1,6 +1,7 @@
-"""Distance of a target's own update rule from optimizers that the reference has.
+"""Distance of a target's own update rule from the reference's optimizers.
 
-Only informative: it shows readers how close a trusted rule is to its name.
+The judge trusts such a rule. The distance is only a note: it shows the reader how close the rule is
+to a known optimizer.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from zero_sim.scenario.spec import OptimizerName, OptimizerSpec
 
 _STEPS = 3
 _ELEMS_MAX = 1 << 14
-"""Largest model whose distance is measured, in elements."""
+"""Largest model to measure, in elements."""
 _LR = 0.1
-"""Learning rate, large enough that updates change the leading bits of params."""
+"""Learning rate: large enough that updates change the leading bits of params."""
 Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 """Name, shape and dtype of each param."""
 
@@ -33,12 +34,12 @@ Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 def trust_in_words(
     rules: Rules, *, spec: OptimizerSpec, params: Mapping[str, Tensor]
 ) -> tuple[str, ...]:
-    """Return a note about a trusted update rule, with its distance; empty without such a rule.
+    """Return a note about a trusted update rule and its distance; empty without such a rule.
 
     Args:
-        rules: Rules of the reference.
-        spec: The optimizer of the case.
-        params: Initial values of all params, by name.
+        rules: The reference's rules.
+        spec: The case's optimizer.
+        params: Initial params by name.
     """
     if rules.own is None:
         return ()
@@ -48,7 +49,7 @@ def trust_in_words(
     shapes = tuple((name, tuple(param.shape), param.dtype) for name, param in params.items())
     # Without warmup, clipping and scaling, to compare the bare update rules.
     plain = replace(spec, lr=_LR, warmup_steps=0, clip_norm=None, clip_value=None, loss_scale=None)
-    # A class of the target reads its settings from the scenario.
+    # The target's own rule reads its settings from the scenario.
     own = replace(rules.own, scenario=replace(rules.own.scenario, optimizer=plain))
     name, ulp = _nearest(replace(rules, own=own), plain, shapes)
     return (
@@ -61,7 +62,7 @@ def trust_in_words(
 @lru_cache(maxsize=64)
 def _nearest(rules: Rules, spec: OptimizerSpec, shapes: Shapes) -> tuple[str, int]:
     params, grads = _drawn(shapes)
-    # Only the largest param, because every case takes this time.
+    # Only the largest param, to save time in every case.
     largest = max(shapes, key=lambda each: params[each[0]].numel())
     # Isolated, because stepping must not change the thread's random state.
     with isolated():
@@ -75,7 +76,7 @@ def _nearest(rules: Rules, spec: OptimizerSpec, shapes: Shapes) -> tuple[str, in
 def _known(
     rules: Rules, spec: OptimizerSpec, shape: tuple[str, tuple[int, ...], torch.dtype]
 ) -> Mapping[str, Tensor]:
-    """Step one param by each optimizer of the reference, and return the masters by name."""
+    """Step a param by each of the reference's optimizers; return masters by optimizer name."""
     params, grads = _drawn((shape,))
     return {
         name: _stepped(rules, replace(spec, name=name), params, grads)[shape[0]]
@@ -85,16 +86,17 @@ def _known(
 
 
 def _drawn(shapes: Shapes) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """Draw params and their gradients for each step; a param's draws depend on itself only."""
+    """Draw params, and their gradients for each step."""
     params: dict[str, Tensor] = {}
     grads: list[dict[str, Tensor]] = [{} for _ in range(_STEPS)]
     for name, shape, dtype in shapes:
-        # A seed per param, so that `_known` can draw one of them again.
+        # Seed each param separately, so that `_known` can draw the same param alone.
         draws = torch.Generator().manual_seed(0)
         params[name] = torch.randn(shape, generator=draws).to(dtype)
         for each in grads:
             drawn = torch.randn(shape, generator=draws)
-            # Magnitude at least 1: near zero, optimizers differ mostly in how they add eps.
+            # Magnitude of at least 1, because near zero optimizers mostly differ in how they add
+            # eps.
             each[name] = drawn + drawn.sign()
     return params, grads
 
@@ -112,15 +114,13 @@ def _stepped(
 
 
 def _ulp_between(first: Tensor, second: Tensor) -> int:
-    """Return the largest difference in ulp of the largest magnitude.
-
-    Ulp of each element would be tiny near zero, where a single rounding spans many.
-    """
+    """Return the largest difference, in ulp of the largest magnitude."""
+    # Each element's own ulp would mislead near zero, where a rounding spans many of them.
     apart = relative_difference(first, second)
     if not math.isfinite(apart):
-        # NaN or infinity on either side: infinitely far.
+        # NaN or infinity on either side.
         return sys.maxsize
     most = max(float(each.abs().max()) for each in (first, second)) if first.numel() else 0.0
-    mantissa, _ = math.frexp(most)
     # mantissa is in [0.5, 1), so the largest magnitude is 2 * mantissa / eps ulp.
+    mantissa, _ = math.frexp(most)
     return math.ceil(apart * 2 * mantissa / torch.finfo(first.dtype).eps)

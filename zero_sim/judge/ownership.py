@@ -1,4 +1,4 @@
-"""Ownership of params by ranks, as engines report it before the first step."""
+"""Param ownership, as engines report it before the first step."""
 
 from __future__ import annotations
 
@@ -21,73 +21,72 @@ from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Place
 
 _TIED = (
-    "the engine has this tied param under its other name {other!r}, too. Register a tied param "
+    "the engine also has this tied param under its other name {other!r}. Register a tied param "
     "once, as module.named_parameters() does"
 )
 
 
 class Ownership:
-    """The ranks of a group, and the params and places of each.
+    """The params and places of each rank in a group.
 
     Args:
         scenario: The judged case.
-        held: Names of the params that each rank must hold. From the reference, never from the
-            system.
+        held: Names of the params that each rank must hold, according to the reference.
     """
 
     def __init__(self, scenario: Scenario, *, held: Sequence[frozenset[str]]) -> None:
         self._scenario = scenario
         self.held = held
         self.places: dict[int, list[Place]] = {}
-        """Places of optimizer state that a rank owns, by rank."""
+        """Owned places of optimizer state, by rank."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         """Shapes of all working params."""
         self.can_unwrap = True
-        """False if the engine of some rank has no `unwrap`."""
+        """False if any rank's engine has no `unwrap`."""
         self.arrangements: Arrangements | None = None
-        """Observed arrangement of sums, by the ranks of a communicator; None if not observed."""
+        """Observed sum arrangements by communicator ranks; None if not observed."""
         self._addresses: dict[int, Addresses] = {}
         self._starts: dict[int, Mapping[str, str]] = {}
         self.drawn: dict[str, Tensor] = {}
-        """Start values drawn by the system, each from the first rank that holds the param."""
+        """Start values drawn by the system, each from the first rank that reported the param."""
         self._tied_parts: dict[str, str] = {}
-        """Other name of a tied param that some rank owns under it, by first name."""
+        """Second name of each tied param that a rank owns under this name, by first name."""
 
     def note_facts(self, rank: int, facts: Facts) -> None:
-        """Record the facts of a rank's engine.
+        """Record a rank's facts.
 
         Args:
-            rank: Rank in the group.
-            facts: Its facts.
+            rank: Group rank.
+            facts: Facts about its engine.
         """
         self.places[rank] = list(facts.places)
         self.can_unwrap &= facts.can_unwrap
         self._addresses[rank] = facts.addresses
         self._starts[rank] = facts.start
         self.shapes |= facts.shapes
-        # The first rank to report a param wins.
+        # Keep the values of the first rank; `check_start` compares the others.
         self.drawn = {**facts.drawn, **self.drawn}
         self._tied_parts |= {name: other for other, name in facts.tied_parts.items()}
 
     @property
     def param_names(self) -> frozenset[str]:
-        """Names of the params that some rank of the group trains."""
+        """Names of all params that the group trains."""
         return frozenset[str]().union(*self.held)
 
     @property
     def are_all_there(self) -> bool:
-        """True if every rank has built its engine and reported its facts."""
+        """True if every rank has reported its facts."""
         return len(self.places) == self._scenario.world.size
 
     @property
     def addresses(self) -> list[Addresses]:
-        """Addresses of each rank's working params, in rank order."""
+        """Addresses of working params, in rank order."""
         return [self._addresses[rank] for rank in sorted(self._addresses)]
 
     @cached_property
     def sharings(self) -> list[tuple[tuple[int, ...], frozenset[str]]]:
-        """Ranks that share params, with these params: the dense ones, and each group of experts."""
-        # Params with equal holders are sharded together.
+        """Pairs of ranks and the params that they share: dense params, and each expert group."""
+        # Params with the same holders are sharded together.
         names_of: dict[tuple[int, ...], set[str]] = {}
         for name in self.param_names:
             ranks = tuple(rank for rank, names in enumerate(self.held) if name in names)
@@ -95,23 +94,19 @@ class Ownership:
         return [(ranks, frozenset(names)) for ranks, names in sorted(names_of.items())]
 
     def places_beside(self, param: str | None) -> dict[int, list[Place]]:
-        """Return the places of all ranks that hold a param, by rank; empty if no rank holds it.
-
-        Args:
-            param: Its name.
-        """
+        """Return the places of all ranks that hold a param, by rank; empty if none does."""
         ranks = next((ranks for ranks, names in self.sharings if param in names), ())
         return {rank: self.places[rank] for rank in ranks if rank in self.places}
 
     def check(self, step: int, *, tell_parts: bool) -> Iterator[Finding]:
-        """Check that each element has one owner per replica, and that ranks start equal.
+        """Check that each element has one owner per replica, and that all ranks start equal.
 
         Args:
             step: The next step, for findings.
             tell_parts: True if engines report owned parts.
         """
         named = {
-            # Names of working params and of owned state: a rank may have one without the other.
+            # Names of working params and of owned state, because a rank may have either alone.
             rank: {**addresses, **{place.param: None for place in self.places[rank]}}
             for rank, addresses in self._addresses.items()
         }
@@ -124,13 +119,13 @@ class Ownership:
                 shapes={name: shape for name, shape in self.shapes.items() if name in names},
                 step=step,
             ):
-                # A tied param registered twice is the most common cause, so name it.
+                # A tied param that is registered twice is a common cause, so name it.
                 other = self._tied_parts.get(finding.param or "")
                 why = self._who_owns() if other is None else _TIED.format(other=other)
                 yield replace(finding, message=f"{finding.message}; {why}")
 
     def _who_owns(self) -> str:
-        """Return the expected ownership, and how a target declares another one."""
+        """Explain which ownership is expected, and how a target declares another."""
         system = self._scenario.system
         if system.stage == 0:
             return (
@@ -147,16 +142,16 @@ class Ownership:
         return (
             "expected parts() of the ranks that share state to return each element once: at "
             f"system.stage = {system.stage} {copies}. A target that keeps all of it on every rank "
-            "declares Capabilities(stages=(0,)). One that keeps several replicas follows "
-            "scenario.system.redundancy and declares follows=('system.redundancy',). Places of a "
-            "param that is replicated beside sharded ones have Place(replicas=...)"
+            "declares Capabilities(stages=(0,)). A target that keeps several replicas follows "
+            "scenario.system.redundancy and declares follows=('system.redundancy',). If only some "
+            "params are replicated, set replicas in their Place"
         )
 
     def orders(self) -> Orders:
-        """Return the position of every element in the calls that add it, by param."""
+        """Return each element's position in the calls that add it, by param."""
         orders = {name: [] for name in self.shapes}
         for ranks, names in self.sharings:
-            # Replicas are laid out alike; use the first.
+            # All replicas have the same layout, so use the first.
             places = _once(self._replicas(ranks, names)[0])
             orders |= sum_spans(
                 chain.from_iterable(places.values()),
@@ -167,7 +162,7 @@ class Ownership:
         return orders
 
     def holdings(self) -> list[list[Holding]]:
-        """Return what each rank of one replica owns, for norms over its shard."""
+        """Return the elements that each rank of a replica owns, for norms of shards."""
         by_rank: dict[int, list[Holding]] = {}
         for ranks, names in self.sharings:
             for rank, places in _once(self._replicas(ranks, names)[0]).items():
@@ -175,38 +170,38 @@ class Ownership:
         return [by_rank[rank] for rank in sorted(by_rank)]
 
     def holding_of(self, rank: int) -> list[Holding]:
-        """Return what a rank owns; empty if it has not reported yet."""
+        """Return the elements that a rank owns; empty if it has not reported yet."""
         return list(map(_holding, self.places.get(rank, ())))
 
     def calls(self) -> Iterator[tuple[tuple[int, ...], SumSite]]:
-        """Yield the calls that add gradients: communicator ranks, and a position in the call."""
+        """Yield calls that add gradients, as communicator ranks and a position in the call."""
         replica_count = self._scenario.system.redundancy
         for ranks, names in self.sharings:
             blocks, shards = members_of(ranks, replica_count=replica_count)
-            # Replicas make the same calls; use the first.
+            # All replicas make the same calls, so use the first.
             places = _once(self._replicas(ranks, names)[0])
             for spans in sum_spans(
                 chain.from_iterable(places.values()), replica_count=replica_count
             ).values():
                 for span in spans:
-                    yield from ((block, span.site) for block in blocks)
                     # Every shard group makes the same call.
+                    yield from ((block, span.site) for block in blocks)
                     if span.replica_site is not None:
-                        # The second sum is over the ranks that hold this shard in each group.
+                        # The second sum is over the ranks with this shard, one per group.
                         shard = 0 if span.site.kind == "all_reduce" else span.site.ends_on
                         yield shards[shard], span.replica_site
 
     def _replicas(
         self, ranks: Sequence[int], names: Collection[str]
     ) -> list[dict[int, list[Place]]]:
-        """Return the places of each replica of some params' state, by rank.
+        """Return the places of each replica, by rank.
 
         Args:
             ranks: All ranks that hold these params.
-            names: The params; places of others are omitted.
+            names: Params to include.
         """
         system = self._scenario.system
-        # At stage 0 every rank has all state, so each is a replica of its own.
+        # At stage 0 every rank has all state, so each rank is a replica.
         replica_count = len(ranks) if system.stage == 0 else system.redundancy
         share = len(ranks) // replica_count
         return [
@@ -219,7 +214,7 @@ class Ownership:
 
 
 def _once(held: Mapping[int, Sequence[Place]]) -> dict[int, list[Place]]:
-    """Return the places of each rank, with replicated parts only at their first rank."""
+    """Return all places by rank, but replicated places only at their first rank."""
     seen: set[tuple[str, int]] = set()
     once: dict[int, list[Place]] = {}
     for rank, places in held.items():
@@ -233,7 +228,7 @@ def _once(held: Mapping[int, Sequence[Place]]) -> dict[int, list[Place]]:
 
 
 def _holding(place: Place) -> Holding:
-    # Offsets in the shard, if the engine reports enough; norms by shard need them.
+    # Norms of shards need the offset in the shard. Engines may not report enough for it.
     offset = elems = None
     if place.flat_start is not None and place.shard_start is not None:
         offset = place.flat_start - place.shard_start
@@ -255,15 +250,14 @@ def check_ownership(
     shapes: Mapping[str, tuple[int, ...]],
     step: int,
 ) -> Iterator[Finding]:
-    """Check that ranks of each replica own each element once, or as often as its place declares.
-
-    Small params may be kept by several ranks; see `Place.replicas`.
+    """Check that each replica owns each element once, or `Place.replicas` times.
 
     Args:
         replicas: Places by rank, for each replica of the optimizer state.
         shapes: Shapes of all trained params.
         step: The next step, for findings.
     """
+    # In rank order, so that findings do not depend on the order of reports.
     for places in replicas:
         owned = [(rank, place) for rank in sorted(places) for place in places[rank]]
         for finding in _check_cover(owned, shapes=shapes):
@@ -273,11 +267,11 @@ def check_ownership(
 def check_held(
     names: Mapping[int, Iterable[str]], *, held: Sequence[Collection[str]], step: int
 ) -> Iterator[Finding]:
-    """Check that no rank holds a foreign param, such as an expert of another rank.
+    """Check that no rank holds a foreign param, such as another rank's expert.
 
     Args:
-        names: Names of the params that each rank has, by rank.
-        held: Names that it must have, in rank order.
+        names: Names of the params that a rank has, by rank.
+        held: Names that it may have, in rank order.
         step: The next step, for findings.
     """
     for rank in sorted(names):
@@ -294,10 +288,10 @@ def check_start(starts: Mapping[int, Mapping[str, str]], *, step: int) -> Iterat
     """Check that all holders of a param or buffer start with equal values.
 
     Args:
-        starts: Digests by name, by rank.
+        starts: Digests of params and buffers, by rank and name.
         step: The next step, for findings.
     """
-    # Compare with the first rank that has the name, because all must start equal.
+    # Compare with the first rank that has this name.
     first: dict[str, int] = {}
     for rank in sorted(starts):
         for name, digest in starts[rank].items():
@@ -315,7 +309,7 @@ def check_start(starts: Mapping[int, Mapping[str, str]], *, step: int) -> Iterat
 def _check_cover(
     owned: Sequence[tuple[int, Place]], *, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Finding]:
-    # Params without places are checked, too: their elements have no owner.
+    # Include params without places, because their elements have no owner.
     by_param: dict[str, list[tuple[int, Place]]] = {name: [] for name in shapes}
     for rank, place in owned:
         by_param.setdefault(place.param, []).append((rank, place))
@@ -323,8 +317,7 @@ def _check_cover(
         numel = prod(shapes.get(name, (0,)))
         spans = [(place.start, place.stop, rank) for rank, place in held]
         for start, stop, ranks in _stretches(spans, numel=numel):
-            # All places of these elements must agree on the number of replicas.
-            # Elements without any place should have had one owner.
+            # Places of an element must agree on the number of replicas. Without a place, expect 1.
             said = {p.replicas for _, p in held if p.start < stop and start < p.stop} or {1}
             if said != {len(ranks)} or len(set(ranks)) != len(ranks):
                 of = "" if ranks else f" of {numel}"
@@ -333,8 +326,8 @@ def _check_cover(
                     says += f", with replicas = {' and '.join(map(str, sorted(said)))}"
                 yield _ownership(name, start, says, stop=stop)
         last, rank = max(((stop, rank) for _, stop, rank in spans), default=(0, 0))
+        # `_stretches` clips places that are longer than their param, so report these here.
         if last > numel:
-            # Too long for its param: `_stretches` clips such places.
             says = f"rank {rank} owns elements up to {last} of a param with {numel}"
             yield _ownership(name, numel, says)
 
@@ -342,13 +335,13 @@ def _check_cover(
 def _stretches(
     spans: Iterable[tuple[int, int, int]], *, numel: int
 ) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Return the elements of a param as intervals of equal owners: (start, stop, ranks).
+    """Cut a param into intervals with equal owners, as (start, stop, ranks).
 
     Args:
         spans: Start, stop and rank of each place.
         numel: Number of elements.
     """
-    # Sweep over the edges, with the current owners. A rank may occur twice.
+    # Sweep over all edges and keep the current owners. A rank may occur twice.
     edges: dict[int, list[tuple[bool, int]]] = {0: [], numel: []}
     for start, stop, rank in spans:
         # Empty places own nothing. `_check_cover` reports places beyond the param.
@@ -364,14 +357,14 @@ def _stretches(
             else:
                 owners.remove(rank)
         ranks = tuple(sorted(owners))
+        # Merge neighbours with equal owners.
         before = found.pop() if found and found[-1][2] == ranks else (start, start, ranks)
-        # Merge neighbours with equal owners into one interval.
         found.append((before[0], stop, ranks))
     return found
 
 
 def _owners(ranks: Sequence[int]) -> str:
-    """Describe the owners of elements with a wrong number of them."""
+    """Describe owners for a message, such as `rank 1 alone`."""
     each = sorted(set(ranks))
     if not each:
         return "no rank"

@@ -1,7 +1,6 @@
-"""Positions of elements in the calls that reduce them, which most orders of addition depend on.
+"""Element positions in the calls that reduce them. Most orders of addition depend on these.
 
-The reference has no buffers. If the order model needs positions, they are passed in as facts that
-were observed on the running system.
+The reference has no buffers, so it receives the positions that engines report.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from zero_sim.targets import Place
 from zero_sim.targets.adapt import PARTS
 
 Arrangements = Mapping[tuple[int, ...], Arrangement]
-"""Observed arrangements of sums, by the ranks of a communicator."""
+"""Observed sum arrangements, by communicator ranks."""
 
 
 def members_of(
     ranks: Sequence[int], *, replica_count: int
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Return the communicators that sum the gradients of some shared params.
+    """Return the communicators that sum the gradients of shared params.
 
     Args:
         ranks: All ranks that hold the params.
         replica_count: Number of shard groups.
 
     Returns:
-        The ranks of each shard group; and for each shard, its rank in every group.
+        The shard groups, and for each shard its ranks, one per shard group.
     """
-    share = len(ranks) // replica_count
     # Shard groups are consecutive ranks.
+    share = len(ranks) // replica_count
     blocks = [tuple(ranks[start : start + share]) for start in range(0, len(ranks), share)]
     return blocks, [tuple(ranks[shard::share]) for shard in range(share)]
 
@@ -47,33 +46,32 @@ def sum_spans(
     ranks: Sequence[int] = (),
     arrangements: Arrangements | None = None,
 ) -> dict[str, list[SumSpan]]:
-    """Return the positions of all elements in the sums over ranks.
+    """Return each element's position in the sums over ranks.
 
     Args:
         places: Places of one replica, each element once.
-        replica_count: Number of shard groups. Their shards are summed by a second call: an
-            all-reduce, or the call that reduced the shards if groups share the state.
+        replica_count: Number of shard groups. A second call, an all-reduce, sums their shards.
         ranks: All ranks that hold the params; only needed with arrangements.
-        arrangements: Arrangement of each communicator of three or more ranks; None if ranks are
+        arrangements: Arrangements for communicators of three or more ranks; None if ranks are
             added in order.
 
     Returns:
-        Spans of the flattened elements, by param.
+        Spans of the flattened param, by param.
     """
     spans: dict[str, list[SumSpan]] = {}
     blocks, shards = members_of(ranks, replica_count=replica_count) if arrangements else ([], [])
     seen = arrangements or {}
 
     def of(groups: Sequence[tuple[int, ...]]) -> tuple[Arrangement, ...]:
-        # Two ranks have a single order, whatever was observed.
+        # Two ranks have a single order, so their arrangement need not be observed.
         return tuple(seen.get(group) or in_order(len(group)) for group in groups)
 
     for place in places:
         site = replace(_site_of(place), arrangements=of(blocks))
-        # The sum over replicas follows the one in the shard group.
+        # The sum over replicas follows the sum in each shard group.
         over = _replica_site_of(place) if replica_count > 1 else None
         if over is not None and shards:
-            # An all-reduce ends on all ranks, so any shard's communicator will do.
+            # An all-reduce ends on all ranks, so use any shard's communicator.
             whole = site.kind == "all_reduce"
             over = replace(over, arrangements=of([shards[0 if whole else site.ends_on]]))
         spans.setdefault(place.param, []).append(
@@ -83,23 +81,22 @@ def sum_spans(
 
 
 def check_reported(facts: Facts, *, scenario: Scenario, target_name: str) -> None:
-    """Check that an engine reports everything that the order of addition depends on.
+    """Check that an engine reports all positions that the order of addition depends on.
 
     Args:
-        facts: Facts of a rank's engine.
-        scenario: The case with its order of addition.
-        target_name: Name of the target.
+        facts: Facts about a rank's engine.
+        scenario: The case.
+        target_name: For the message.
 
     Raises:
-        UsageError: If a field is missing and the order depends on it.
+        UsageError: If the order depends on a missing field.
     """
     world = scenario.world
-    # Orders such as `linear` add each element alike, so positions do not matter.
+    # Orders such as `linear` treat all elements alike, so positions do not matter.
     if not world.order_known or world.order in POSITION_FREE:
         return
     got = "an engine without `parts`"
     if PARTS not in facts.unreported:
-        # `sum_spans` raises for the first missing field.
         try:
             sum_spans(facts.places, replica_count=scenario.system.redundancy)
         except _Unreported as unreported:
@@ -126,13 +123,13 @@ class _Unreported(UsageError):
 def _site_of(place: Place) -> SumSite:
     shard, kind = _reported(place, "shard"), place.reduced_by
     if kind == "reduce_scatter_list":
-        # Each rank's entry is a tensor of its own, so positions are within the shard.
+        # Each rank's entry is a separate tensor, so positions are within the shard.
         return SumSite(kind="reduce_scatter_list", **_in_shard(place), ends_on=shard)
     return SumSite(
         kind=kind or "all_reduce",
         elems=_reported(place, "call_elems"),
         offset=_reported(place, "call_offset"),
-        # An all-reduce ends on every rank, so the shard does not matter.
+        # An all-reduce ends on all ranks, so the shard does not matter.
         ends_on=0 if kind == "all_reduce" else shard,
         joined_elems=place.joined_elems,
         joined_offset=place.joined_offset,

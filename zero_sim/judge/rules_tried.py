@@ -1,4 +1,4 @@
-"""Results of trying other rules on a step, and their text in a finding."""
+"""Result of trying other rules on a step, and its text in a finding."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
 
 UPDATED = (Check.EQUALITY_MASTER, Check.EQUALITY_STATE, Check.EQUALITY_PARAMS)
-"""Checks that an update affects; a difference in an earlier check has another cause."""
-# Number of fitting rules from which the text adds `_AMBIGUOUS`.
+"""Checks that a wrong update rule can fail."""
+# Add `_AMBIGUOUS` if at least this many rules fit.
 _MANY = 3
-# Number of fitting rules from which a finding warns that the case hardly tells them apart.
+# Merge the proposals of a finding if there are at least this many.
 _SEVERAL = 2
 _ADVICE = re.compile(r"^If [a-z ]+ intended, declare (Numerics\(.*\))$\n?", flags=re.MULTILINE)
 _AMBIGUOUS = (
-    # `zero_sim.rules.declared` finds the end of the rules by these first words.
+    # `zero_sim.rules.declared` parses these first words: they end the list of rules.
     "a case that fits so many rules hardly tells them apart, and a fault may have these bits as "
     "well: `zero-sim rules` tries more cases"
 )
 _READ_SETTINGS = "Read all settings, and lr_factor, from scenario.optimizer in the engine"
 
 What = Literal["gradient", "mistake", "update"]
-"""Quantity that the rules compute; a `mistake` is an update by no rule. Sorted by dataflow."""
+"""Quantity that the rules compute. A `mistake` is an update with a bug, such as a wrong setting.
+Alphabetical order is dataflow order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,24 +34,23 @@ class RulesTried:
     """Result of trying other rules on a step."""
 
     assumed: str
-    """Rule that the reference followed, as a target declares it."""
+    """Declared rule, which the reference followed."""
     tried: int
-    """Number of other rules that give other bits."""
+    """Number of other rules whose bits differ from the reference's."""
     fitting: tuple[str, ...]
     """Rules that give all observed bits."""
     what: What = "update"
-    """Quantity that they compute."""
     blind: str = ""
-    """Reason why the case cannot tell rules apart, so none is proposed; empty if it can."""
+    """Reason why this case cannot distinguish rules, so none is proposed; empty if it can."""
     factor: str = ""
-    """Factor from the expected gradient to that of the fitting rules, with its cause; empty if the
-    rules differ in it."""
+    """Factor from the expected gradient to the gradient of the fitting rules, with its cause. Empty
+    unless all fitting rules give the same factor."""
     also: RulesTried | None = None
-    """Result of trying rules, for a mistake."""
+    """If `what` is `mistake`: the result of trying rules."""
 
     @property
     def cause(self) -> str:
-        """Cause as the end of a message; empty unless there is exactly one."""
+        """Cause, as the end of a message; empty unless it is unique."""
         is_only = self.also is None or not self.also.fitting
         if self.what == "mistake" and is_only and (len(self.fitting) == 1 or self._is_of_settings):
             return f"the system took the step {self.fitting[0]}"
@@ -63,16 +63,16 @@ class RulesTried:
 
     @property
     def _is_of_settings(self) -> bool:
-        """True if several settings fit; the fewest of them explain the difference."""
+        """True if all fitting mistakes are wrong settings, such as torch's default `lr`."""
         return bool(self.fitting) and all(" in place of " in each for each in self.fitting)
 
     def in_words(self) -> str:
-        """Return sentences for the reader of a finding; empty if there are none."""
+        """Return the result as sentences for a finding's detail; may be empty."""
         if self.what == "mistake":
             return self._mistakes_in_words()
         said = f"the reference computed the {self.what} with {self.assumed}"
         if not self.fitting:
-            # Most wrong gradients fit no rule; only clipping is worth a sentence.
+            # Most wrong gradients fit no rule, so only report that no clipping rule fits.
             if not self.assumed.startswith("clip"):
                 return ""
             many = {0: "every known rule gives", 1: "the one other known rule does not give"}.get(
@@ -80,9 +80,9 @@ class RulesTried:
             )
             bits = "the same bits here" if not self.tried else "all the bits that the system has"
             return f"{said}; {many} {bits}"
-        # Declarations are Python arguments, so without spaces around "=".
+        # A declaration is a Python argument, so remove spaces around "=".
         first = self.fitting[0].replace(" = ", "=")
-        # If all rules are values of one setting, print its name once.
+        # If all rules are values of the same setting, print its name once.
         names = {rule.partition(" = ")[0] for rule in self.fitting}
         is_one = len(names) == 1 and not any("," in rule for rule in self.fitting)
         lead = f"{next(iter(names))} = " if is_one else ""
@@ -103,17 +103,17 @@ class RulesTried:
 
 
 def with_rules(found: tuple[Finding, ...], tried: RulesTried | None) -> tuple[Finding, ...]:
-    """Add the result of trying rules to the first finding, if it is about them.
+    """Add the result of trying rules to the first finding, if rules may explain it.
 
     Args:
         found: Findings, earliest first.
-        tried: Result of trying rules; None if there was no other rule.
+        tried: Result of trying rules; None if none were tried.
     """
     if tried is None or not found:
         return found
     meant = (Check.EQUALITY_GRAD,) if tried.what == "gradient" else UPDATED
     if found[0].check not in meant:
-        # Something earlier differs, so rules do not explain it.
+        # An earlier check failed, which rules do not explain.
         return found
     detail = _with_one_advice("\n".join(filter(None, [found[0].detail, tried.in_words()])))
     message = f"{found[0].message}: {tried.cause}" if tried.cause else found[0].message
@@ -121,35 +121,34 @@ def with_rules(found: tuple[Finding, ...], tried: RulesTried | None) -> tuple[Fi
 
 
 def _with_one_advice(detail: str) -> str:
-    """Return a detail with its proposals merged into one last line."""
+    """Merge the proposals in a detail into a single last line."""
     said = _ADVICE.findall(detail)
     if len(said) < _SEVERAL:
         return detail
-    # Move all proposals to the end, as alternatives in one line.
     others = _ADVICE.sub("", detail).rstrip()
     return f"{others}\nIf this is intended, declare one of: {', '.join(said)}"
 
 
 def rules_together(reported: Sequence[RulesTried | None]) -> RulesTried | None:
-    """Merge the results of judges that observed different ranks of one bad step.
+    """Merge the results of judges that observed different ranks of the same bad step.
 
     Args:
-        reported: Result of each judge; None from one without differences.
+        reported: Result of each judge; None if its ranks have no differences.
     """
-    # Sorted: a gradient comes before the update that uses it.
+    # A gradient sorts before the update that uses it.
     said = sorted(filter(None, reported), key=lambda each: each.what)
     first = next(iter(said), None)
     if first is None:
         return None
     alike = [each if each and each.what == first.what else None for each in reported]
     fitting = [set(each.fitting) if each else set[str]() for each in alike]
-    # Only of judges with the same quantity: rules of others explain another difference.
+    # Only results for the same quantity: the others explain another difference.
     also = [each.also for each in alike if each is not None]
     return replace(
         first,
         # A rule must fit the observations of every judge.
         fitting=tuple(r for r in first.fitting if all(r in f for f in fitting)),
         also=rules_together(also),
-        # One rank with enough evidence suffices; the empty text sorts first.
+        # One judge with enough evidence suffices. Empty sorts first, so `min` finds it.
         blind=min(each.blind for each in alike if each is not None),
     )

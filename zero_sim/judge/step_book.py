@@ -1,4 +1,4 @@
-"""Book of a run: positions of ranks' steps in the event log, and the first bad step."""
+"""Positions of steps in the event log, and findings of the first bad step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from zero_sim.findings.records import Finding
 
 
 class StepBook:
-    """Records when ranks begin and end their steps, as numbers of calls in the event log.
+    """Records where steps begin and end, as lengths of the event log.
 
     Args:
-        world_ranks: World ranks of the group, for findings.
+        world_ranks: The group's world ranks, for findings.
         first_step: The first judged step.
-        calls_made: Returns the number of calls in the world's log; None without a log.
+        calls_made: Returns the current length of the log; None without a log.
     """
 
     def __init__(
@@ -28,37 +28,37 @@ class StepBook:
         calls_made: Callable[[], int] | None,
     ) -> None:
         self.windows: list[StepWindow] = []
-        """Steps of all ranks, as intervals of the log."""
+        """Log intervals of all steps, of all ranks."""
         self.begun_step = first_step - 1
-        """Last step that some rank has begun."""
+        """Last step that any rank has begun."""
         self.skipped: dict[int, bool] = {}
-        """True if a step updated nothing, by step."""
+        """True if the step was skipped, by step."""
         self._world_ranks = world_ranks
         self._calls_made = calls_made
-        # `int()` is 0: without a log, all intervals are empty.
+        # `int()` is 0, so without a log all intervals are empty.
         self._count = calls_made or int
         self._ends: dict[int, int] = {}
         """End of each rank's last step."""
         self._starts: dict[tuple[int, int], int] = {}
         """Start of the first backward, by rank and step."""
         self._aside: dict[int, list[tuple[int, int]]] = {}
-        """Intervals since a rank's last step that belong to no step, by rank."""
+        """Intervals outside of any step, since a rank's last step, by rank."""
 
     def begin(self, rank: int) -> None:
-        """Record that a rank's first step comes next."""
+        """Record that a rank's first step begins."""
         self._ends[rank] = self._count()
 
     def begin_backward(self, rank: int, step: int) -> None:
-        """Record that the first backward of a step comes next."""
+        """Record that the first backward of a step begins."""
         self.begun_step = max(self.begun_step, step)
         if self._calls_made is not None:
             self._starts[rank, step] = self._calls_made()
-            # Keep the previous step: its params may be compared during this one.
+            # Keep the previous step, because its params may be compared during this step.
             self._starts.pop((rank, step - 2), None)
 
     @contextmanager
     def aside(self, rank: int) -> Iterator[None]:
-        """Make a block whose calls belong to no step: for the judge, or a checkpoint."""
+        """Make a block for calls outside of any step, such as the judge's or a checkpoint's."""
         start = self._count()
         yield
         stop = self._count()
@@ -66,8 +66,8 @@ class StepBook:
             self._aside.setdefault(rank, []).append((start, stop))
 
     def end(self, rank: int, step: int) -> None:
-        """Record the end of a step, with the rank's calls since the previous one."""
-        # From the end of the last step: calls in between belong to this one, unless set aside.
+        """Record the end of a step."""
+        # A step includes all calls since the previous step, except for those set aside.
         start, stop = self._ends.get(rank, 0), self._count()
         self._ends[rank] = stop
         self.windows.append(
@@ -83,7 +83,7 @@ class StepBook:
         )
 
     def dated(self, finding: Finding) -> Finding:
-        """Return a finding with its interval in the event log."""
+        """Add the log interval to a finding."""
         if self._calls_made is None:
             return finding
         started = None
@@ -97,7 +97,7 @@ class FirstBadStep:
     """Findings of the first bad step.
 
     Args:
-        first_step: The first judged step; more than 0 after a checkpoint was reloaded.
+        first_step: The first judged step. Greater than 0 after a reload.
         book: Locates findings in the event log.
     """
 
@@ -116,8 +116,8 @@ class FirstBadStep:
         """Add findings if they belong to the first bad step.
 
         Args:
-            step: The step after which they were made.
-            found: Findings, with group ranks.
+            step: The checked step.
+            found: Findings with group ranks.
         """
         for finding in found:
             # In the first step after a load, the load is the likely cause.
@@ -128,5 +128,5 @@ class FirstBadStep:
             self.findings.append(self._book.dated(finding))
             self.step = step if self.step is None else min(self.step, step)
         if self.step is not None:
-            # Ranks may be a step apart, so a finding of an earlier step can come later.
+            # Ranks may be a step apart, so an earlier step's finding may arrive later.
             self.findings = [each for each in self.findings if each.step in (None, self.step)]

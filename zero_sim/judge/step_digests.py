@@ -1,12 +1,12 @@
 """Digests of a step's expected tensors, for judges in other processes.
 
-If each rank is judged in its own process, one process computes the reference's steps and sends
-digests of them. A rank with equal bits has equal digests. Otherwise its judge computes the
-reference itself and compares element by element, so digests never shape the content of a finding.
+If each rank is judged in its own process, only one process runs the reference. It sends digests of
+each step. If a rank's digests differ, its judge runs the reference itself and compares element by
+element, so findings never depend on digests.
 
 [Note: equal digests]
-Elements that are equal by [Note: the rule for equality] have equal digests, except NaNs: if NaN is
-expected, ranks compare with a reference of their own.
+Elements that are equal by [Note: the rule for equality] have equal digests, except NaNs. If NaN is
+expected, no digests are sent.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ from zero_sim.scenario.spec import Scenario
 
 _DIGEST_BYTES = 16
 _CHUNK_ELEMS = 1 << 15
-"""Elements hashed at once; few enough to stay in the cache."""
+"""Elements to hash at once: few enough to stay in the cache."""
 _BITS_OF = {
     dtype.itemsize: (dtype, torch.iinfo(dtype).min)
     for dtype in (torch.int16, torch.int32, torch.int64)
 }
-"""Integer dtype of a width in bytes, and the integer with the bits of minus zero."""
+"""Integer dtype and the bits of minus zero, by width in bytes."""
 
 
 def key_of(what: str, *where: object) -> str:
-    """Return the key of a tensor among a step's digests.
+    """Return a tensor's key among a step's digests.
 
     Args:
         what: `loss`, `norm`, `grad`, `whole grad`, `master`, `state`, `scale` or `param`.
-        where: For a loss, rank and micro-batch. Otherwise the param; for a part, start and stop;
-            for state, torch's key.
+        where: Rank and micro-batch for a loss. Otherwise the param, then start and stop for a part,
+            then torch's key for state.
     """
     return " ".join(map(str, (what, *where)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepDigests:
-    """Expected results of a step for a group, with tensors as digests."""
+    """Expected results of a group's step, with digests in place of tensors."""
 
-    # As in `ReferenceStep`. Steps for which these do not hold are not sent as digests.
+    # As in `ReferenceStep`. Steps with other values are not sent as digests.
     nonfinite: ClassVar[None] = None
     clip_certified: ClassVar[bool] = True
     cut_dependence: ClassVar[str] = ""
 
     step: int
-    """Index of the optimizer step, from 0."""
+    """Optimizer step, counted from 0."""
     norm: float
-    """As in `ReferenceStep`; so are all fields up to `data_digests`."""
+    """As in `ReferenceStep`, like all fields up to `data_digests`."""
     zeros: int
     skipped: bool
     loss_scale: float | None
@@ -67,14 +67,14 @@ class StepDigests:
     nonzero_fraction: float
     data_digests: Mapping[str, str]
     owed: Mapping[Guarantee, int]
-    """Elements of reduced gradients, by guarantee."""
+    """Reduced gradient elements, by guarantee."""
     digests: Mapping[str, str]
-    """Digests by key; without gradients that the target does not report, and without a norm that
-    depends on the order of addition."""
+    """Digests by key, without unreported gradients, and without a norm that depends on the order of
+    addition."""
     zero_grads: Sequence[str]
-    """Keys of gradients that are all zero."""
+    """Keys of all-zero gradients."""
     state_keys: Mapping[str, Sequence[str]]
-    """Torch's keys of optimizer state, sorted, by param."""
+    """Sorted optimizer state keys, by param."""
     scale_names: Sequence[str]
     """Names of fp8 params."""
     unmoved: Sequence[str] = ()
@@ -84,24 +84,24 @@ class StepDigests:
         return asdict(self)
 
     def agrees(self, got: Tensor, what: str, *where: object) -> bool:
-        """Return True if a tensor has the digest of a key."""
+        """Return True if a tensor has the expected digest."""
         return self.digests.get(key_of(what, *where)) == digest_of(got)
 
 
 def digest_of(tensor: Tensor) -> str:
-    """Hash dtype, number of elements and bits of a tensor; see [Note: equal digests]."""
-    # With dtype and length, because other tensors can have the same bytes.
+    """Hash a tensor's dtype, length and bits; see [Note: equal digests]."""
+    # Dtype and length too, because tensors of other dtypes can have the same bytes.
     flat = tensor.detach().reshape(-1).contiguous().cpu()
     hashed = hashlib.sha256(f"{tensor.dtype} {flat.numel()} ".encode())
-    # -1 is no uint8, so other dtypes than floats are hashed unchanged.
+    # No uint8 equals -1, so other dtypes than floats are hashed unchanged.
     as_int, minus_zero = torch.uint8, -1
     if flat.is_floating_point():
-        # As integers, because flush-to-zero modes affect comparisons of floats.
+        # As integers, because flush-to-zero modes affect float comparisons.
         as_int, minus_zero = _BITS_OF.get(flat.element_size(), (as_int, minus_zero))
     bits = flat.view(as_int).numpy()
     for start in range(0, bits.size, _CHUNK_ELEMS):
         chunk = bits[start : start + _CHUNK_ELEMS]
-        # Minus zero has the bits of the least integer. Hash it as plus zero; copy only if needed.
+        # Minus zero has the bits of the least integer. Hash it as zero, and copy only if needed.
         if chunk.min() == minus_zero:
             chunk = chunk.copy()
             chunk[chunk == minus_zero] = 0
@@ -111,14 +111,14 @@ def digest_of(tensor: Tensor) -> str:
 
 
 def digests_of(taken: ReferenceStep, *, group: JudgedGroup) -> StepDigests | None:
-    """Hash all expected tensors of a step for the ranks of a group.
+    """Hash all expected tensors of a step.
 
     Args:
-        taken: The step as the reference has just taken it.
-        group: The judged group; all ranks have reported their places.
+        taken: The reference's last step.
+        group: The judged group, after all ranks have reported their places.
 
     Returns:
-        None if digests are not enough: a value is not finite or not certified.
+        None if digests are not enough, because values are not finite or not certified.
     """
     # A digest cannot express that several results are allowed.
     is_plain = taken.nonfinite is None and taken.lost is None and bool(taken.norm.isfinite())
@@ -126,9 +126,9 @@ def digests_of(taken: ReferenceStep, *, group: JudgedGroup) -> StepDigests | Non
         return None
     hashed = _Hashed(taken=taken, group=group)
     places = [place for owned in group.ownership.places.values() for place in owned]
-    # Replicas own equal parts; hash each once.
+    # Replicas own equal parts, so remove duplicates.
     for name, start, stop in dict.fromkeys((each.param, each.start, each.stop) for each in places):
-        # Unknown params are left to the check of ownership.
+        # The ownership check reports unknown params.
         if name in taken.masters:
             hashed.add_part(name, start, stop)
     for name in taken.grads if group.shows_grads_of_params else ():
@@ -162,10 +162,10 @@ def digests_of(taken: ReferenceStep, *, group: JudgedGroup) -> StepDigests | Non
 def owed_by(
     taken: ReferenceStep | BoundedStep | StepDigests, *, scenario: Scenario
 ) -> Counter[Guarantee]:
-    """Count the elements of a step's reduced gradients by guarantee.
+    """Count a step's reduced gradient elements, by guarantee.
 
     Args:
-        taken: A step of this process's reference or of another one.
+        taken: The step, or its digests.
         scenario: The case, as replayed by the reference.
     """
     if isinstance(taken, StepDigests):
@@ -191,7 +191,7 @@ class _Hashed:
         self.digests[key_of(what, *where)] = digest_of(tensor)
 
     def add_part(self, name: str, start: int, stop: int) -> None:
-        """Hash gradient, master and state of a part."""
+        """Hash a part's gradient, master and state."""
         self.add_grad("grad", name, start, stop)
         master = self.taken.masters[name]
         self.add(master.reshape(-1)[start:stop], "master", name, start, stop)

@@ -1,8 +1,8 @@
-"""Source of the expected steps of a group, for a known order of addition.
+"""Source of a group's expected steps, for a known order of addition.
 
-Steps may be shared: by another process, or by an earlier case of a family. The source never changes
-the findings. At the first disagreement, or where digests are not enough, the group's own reference
-takes all steps so far and continues.
+Another process or an earlier case of the family may share its steps. Sharing never changes
+findings: at the first difference, or if digests are not enough, the group's own reference takes all
+steps so far and continues.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zero_sim.targets.adapt import PARTS
 
 AnyStep = ReferenceStep | BoundedStep | StepDigests
 _BY_ELEMENTS = ("params",)
-"""Models that compute elementwise, so addresses of params in memory change no bits."""
+"""Models that compute elementwise, so param addresses cannot change their bits."""
 
 
 class SharedSteps(Protocol):
@@ -36,17 +36,17 @@ class SharedSteps(Protocol):
 
     @property
     def are_digests(self) -> bool:
-        """True if steps are digests, which are compared without a reference."""
+        """True if steps are digests, not tensors."""
         ...
 
     def find(
         self, step: int, *, placed: Hashable
     ) -> Sequence[ReferenceStep] | Sequence[StepDigests] | None:
-        """Return a step of each group; None if it must be taken here.
+        """Return each group's step, or None if it must be taken here.
 
         Args:
-            step: Index of the step, from 0.
-            placed: Addresses of params in memory, which can change the bits of a product.
+            step: Counted from 0.
+            placed: Param addresses, because alignment can change the bits of a matrix product.
         """
         ...
 
@@ -57,29 +57,29 @@ class SharedSteps(Protocol):
     def keep(
         self, taken: Sequence[ReferenceStep], *, groups: Sequence[JudgedGroup], placed: Hashable
     ) -> None:
-        """Keep a step that was taken here, for others."""
+        """Keep a step that was taken here, for other processes or cases."""
         ...
 
     def stop(self, step: int) -> None:
-        """Keep no steps from this one on."""
+        """Stop sharing, from this step on."""
         ...
 
 
 class Steps:
-    """Expected steps of one group of ranks, in order; base of all sources."""
+    """Expected steps of a group, in order. Base class of all sources."""
 
     steps_unseen = True
-    """True if a step can be taken before ranks were observed after the previous one."""
+    """True if a step can be taken without observing the ranks after the previous step."""
 
     def __init__(self, *, uncertified_step: int | None = None) -> None:
         self.steps: dict[int, Any] = {}
-        """Steps that were taken and not yet compared on all ranks, by index."""
+        """Taken steps that some rank was not yet compared with, by index."""
         self.is_local = True
         """True if the group's own reference takes the steps."""
         self.uncertified_step = uncertified_step
-        """First step whose update cannot be predicted; None if all can."""
+        """First step whose update cannot be predicted; None without such a step."""
         self.peers: Sequence[Any] = (self,)
-        """Steps of all groups that share a norm."""
+        """Steps of all groups that share a norm, including this group."""
         self.on_step: Callable[[AnyStep], None] | None = None
         """Called with each step, once all peers have it."""
 
@@ -93,10 +93,10 @@ class Steps:
         return True
 
     def start_from(self, params: Mapping[str, Tensor]) -> None:
-        """Use start values that the system drew; call before `set_addresses`.
+        """Start from values that the system drew. Call this before `set_addresses`.
 
         Args:
-            params: The values by name.
+            params: Values by name.
         """
         raise NotImplementedError
 
@@ -109,13 +109,13 @@ class Steps:
         raise NotImplementedError
 
     def get(self, step: int, *, told: Tensor | None = None) -> AnyStep:
-        """Return a step; take the next one if needed.
+        """Return a step, and take it first if needed.
 
         Args:
-            step: Index of the step, from 0.
-            told: Norm that a rank reports for it, for numerics that follow it. # 0D, fp32
+            step: Counted from 0.
+            told: Norm reported by a rank. Only numerics with norm = "told" use it. # 0D, fp32
         """
-        # The first rank to need a step takes it; the others find it.
+        # The first rank to need a step takes it for all ranks.
         if step not in self.steps:
             self.advance(told=told)
         return self.steps[step]
@@ -128,10 +128,10 @@ class Steps:
         """Take all steps so far with the groups' own references, and continue with these."""
 
     def stop_sharing(self, step: int) -> None:
-        """Let other processes take their own steps, from this one on."""
+        """Stop sharing steps with other processes, from this step on."""
 
     def forget(self, step: int) -> None:
-        """Drop a step that all ranks were compared with."""
+        """Drop a step after all ranks were compared."""
         self.steps.pop(step, None)
 
 
@@ -140,8 +140,8 @@ class StepSource(Steps):
 
     Args:
         group: The judged group.
-        reference: Its oracle, before the first step. A late one is built when first needed.
-        order_seed: Seed of the world, from which orders are drawn.
+        reference: Its oracle, before the first step. A late reference is built when first needed.
+        order_seed: World seed, from which orders are drawn.
         shared: Steps of references elsewhere; None to take all steps here.
     """
 
@@ -153,7 +153,7 @@ class StepSource(Steps):
         order_seed: int,
         shared: SharedSteps | None = None,
     ) -> None:
-        # A late reference has taken no step yet, so nothing is uncertified.
+        # A late reference has not taken a step yet, so nothing is uncertified.
         is_certified = isinstance(reference, LateReference) or reference.certified
         super().__init__(uncertified_step=None if is_certified else group.first_step)
         self.is_local = shared is None
@@ -165,11 +165,11 @@ class StepSource(Steps):
         self._placed: Hashable = None
         self._next_step = group.first_step
         self.unfollowed = ""
-        """Reason why updates cannot be predicted, if not because of the norm."""
+        """Reason for `uncertified_step`; empty if it is the norm."""
 
     @property
     def reference(self) -> Reference:
-        """The group's own reference; it lags behind while steps are shared."""
+        """The group's own reference. While steps are shared, it stays at the first step."""
         if isinstance(self._given, LateReference):
             self._given = self._given.build()
         return self._given
@@ -180,7 +180,7 @@ class StepSource(Steps):
         return self._shared is not None and self._shared.are_digests and not self.is_local
 
     def start_from(self, params: Mapping[str, Tensor]) -> None:
-        """Use start values that the system drew; steps are then not shared."""
+        """Start from values that the system drew. Such cases do not share steps."""
         self.reference.start_from(params)
 
     def set_addresses(self, addresses: Sequence[Addresses]) -> None:
@@ -188,7 +188,7 @@ class StepSource(Steps):
         by_elements = self._group.scenario.model.name in _BY_ELEMENTS
         self._addresses, self._placed = addresses, placed_as(None if by_elements else addresses)
         if self.is_local:
-            # With shared steps, the reference may never be built.
+            # While steps are shared, avoid building the reference.
             self._place_params()
 
     def advance(self, *, told: Tensor | None = None) -> None:
@@ -196,16 +196,15 @@ class StepSource(Steps):
         step, shared, placed = self._next_step, self._shared, None
         if shared is not None:
             placed = tuple(each._placed for each in self.peers)
-            # Bits may depend on addresses, so shared steps must come from equal ones.
+            # Bits may depend on param addresses, so a shared step must have equal addresses.
             found = None if self.is_local else shared.find(step, placed=placed)
             if found is not None:
                 self._note(found)
                 return
             shared.begin(step)
-            # Not available: take this and all later steps here.
+            # Take this and all later steps here.
             self.fall_back()
         taken = self._take(told)
-        # For other processes or later cases.
         if shared is not None:
             shared.keep(taken, groups=[each._group for each in self.peers], placed=placed)
         self._note(taken)
@@ -223,27 +222,27 @@ class StepSource(Steps):
                 each._place_params()
         for step in range(self._group.first_step, self._next_step):
             for each, own, steps in zip(self.peers, self._take(), shown, strict=True):
-                # Steps that all ranks have passed are not needed again.
+                # Drop steps that all ranks were compared with.
                 if step in steps:
                     each.steps[step] = own
 
     def stop_sharing(self, step: int) -> None:
-        """Let other processes take their own steps, from this one on."""
+        """Stop sharing steps with other processes, from this step on."""
         if self._shared is not None:
             self._shared.stop(step)
 
     @property
     def has_own_rule(self) -> bool:
-        """True if this process's reference steps by a rule of the target."""
+        """True if the group's own reference steps by the target's update rule."""
         return self.is_local and self._group.scenario.optimizer.name == "own"
 
     def adopt(self, step: int, name: str, index: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Continue with other bits of the target's rule; arguments as for `Reference.adopt`."""
+        """Adopt other bits of the target's rule; arguments as for `Reference.adopt`."""
         if step + 1 == self._next_step:
-            # The reference is still at this step, so its state can be changed.
+            # The reference has not taken the next step, so its state can still change.
             self.reference.adopt(name, index, values)
             return
-        # Ranks need not wait for each other, so the reference is already past this step.
+        # Another rank has gone on, so the next step used the old bits.
         self.uncertified_step = step
         self.unfollowed = (
             "the bits of the target's rule depend on where a tensor is cut, and a rank was "
@@ -263,11 +262,11 @@ class StepSource(Steps):
         return taken
 
     def _prepare(self) -> Orders | None:
-        """Freeze steps that some rank is yet to be compared with; return the positions of sums."""
+        """Freeze steps that are still needed; return element positions in the sums."""
         # The reference overwrites its tensors in the next step.
         for earlier, kept in self.steps.items():
             self.steps[earlier] = frozen(kept)
-        # These orders add every element alike, so no positions are needed.
+        # These orders treat all elements alike, so positions are not needed.
         if self._group.scenario.world.order in POSITION_FREE:
             return None
         return self._group.ownership.orders()
@@ -275,16 +274,16 @@ class StepSource(Steps):
     def _note(self, taken: Sequence[ReferenceStep] | Sequence[StepDigests]) -> None:
         for each, own in zip(self.peers, taken, strict=True):
             each.steps[own.step] = own
-            # First all peers, because `on_step` may be called only once all have the step.
             each._next_step = own.step + 1
             each._note_certified(own)
+        # In a second loop, because `on_step` requires that all peers have the step.
         for each, own in zip(self.peers, taken, strict=True):
             if each.on_step is not None:
                 each.on_step(own)
 
     def _note_certified(self, taken: ReferenceStep | StepDigests) -> None:
         if not taken.clip_certified and self.uncertified_step is None:
-            # Keep the first such step; nothing after it can be predicted either.
+            # Keep the first such step, because no later step can be predicted either.
             self.uncertified_step = taken.step
             self.unfollowed = taken.cut_dependence
 
@@ -292,5 +291,5 @@ class StepSource(Steps):
         assert self._addresses is not None
         self.reference.set_addresses(self._addresses)
         self.reference.set_holdings(self._group.ownership.holdings)
-        # Other bits can be adopted only if masters and state of all ranks are observed.
+        # Bits can only be adopted if the masters and state of all ranks are observed.
         self.reference.sees_all = self._group.sees_all and PARTS not in self._group.unobserved

@@ -1,4 +1,4 @@
-"""Gradients in the form in which a target reports them: point of the step, and dtype."""
+"""Gradients in a target's declared form: point of the step, and dtype."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _IN: Mapping[ToldDtype, str] = {
 def told_as(
     expected: ReferenceStep, name: str, *, point: GradsTold, dtype: ToldDtype
 ) -> Tensor | None:
-    """Return a reduced gradient at a point and in a dtype; None if there is none at that point.
+    """Return a reduced gradient at a point of the step; None if the step does not get there.
 
     Args:
-        expected: The step as taken by the reference.
-        name: Name of the param.
+        expected: The reference's step.
+        name: Param name.
         point: Point of the step.
         dtype: Dtype of the report.
     """
-    # dtype = "param" means that of the working param.
+    # The dtype "param" means the working param's.
     like = expected.params[name].dtype
     if point == "after-unscale":
-        # A skipped step neither unscales nor clips.
+        # A skipped step does not unscale or clip.
         if expected.skipped:
             return None
         wide = expected.update.apply(expected.grads[name])
@@ -52,11 +52,11 @@ def told_as(
 
 
 def sum_as_reported(by: StepAgain, name: str, *, numerics: Numerics) -> Tensor:
-    """Return a reduced gradient by other rules, in the target's form.
+    """Return a reduced gradient computed by other rules, in the target's form.
 
     Args:
         by: The step by these rules.
-        name: Name of the param.
+        name: Param name.
         numerics: Declared by the target.
     """
     taken = by.again.taken
@@ -79,16 +79,19 @@ def told_otherwise(
     *,
     numerics: Numerics,
 ) -> str:
-    """Return the declaration that fits a gradient, if it has another point or dtype; else "".
+    """Propose a declaration of another point or dtype that fits a wrong gradient.
 
     Args:
-        expected: The step as taken by the reference.
-        name: Name of the param.
+        expected: The reference's step.
+        name: Param name.
         cut: Cuts a whole gradient to the reported part.
         got: The reported gradient.
         numerics: Declared by the target.
+
+    Returns:
+        Empty if none fits.
     """
-    # Try every other declaration, and propose the first with equal bits.
+    # Propose the first declaration with equal bits.
     for point in get_args(GradsTold):
         for dtype in get_args(ToldDtype):
             other = told_as(expected, name, point=point, dtype=dtype)
@@ -100,28 +103,31 @@ def told_otherwise(
             what = f"its bits {_where(point, expected.divisor)}"
             what += f", in {_IN[dtype]}" if dtype != numerics.told_dtype else ""
             return _declare(what, ", ".join(said))
+    # No exact match. Perhaps it is reported after a division that rounds in another way.
     told = told_as(expected, name, point="before-division", dtype=numerics.told_dtype)
-    # No exact match. Perhaps reported after a division that rounds in another way.
     if told is None or numerics.told_at != "before-division" or expected.divisor == 1:
         return ""
     told = cut(told)
     alike = told.numel() == got.numel() and told.dtype == got.dtype
     ratio = find_ratio(told, got) if alike else None
     if ratio and ratio.is_rounded and not ratio.is_multiple and ratio.number == expected.divisor:
-        # The target also divides by another rule.
+        # Not the same bits, because the target also divides by another rule.
         what = f"its values {_where('after-division', expected.divisor)}, up to rounding"
         return _declare(what, "grads_told='after-division'")
     return ""
 
 
 def told_within_bounds(bound: Interval, got: Tensor, *, divisor: float, divided: bool) -> str:
-    """Return the declaration to make if a gradient fits its bounds before or after the division.
+    """Propose a declaration if a gradient fits the bounds on the other side of the division.
 
     Args:
-        bound: Bound of the sum before its division. # 1D
+        bound: Bound of the sum, before its division. # 1D
         got: Gradient outside its bounds. # 1D
         divisor: Divisor of the sum.
-        divided: True if the target declares reports after the division.
+        divided: True if the target declares that it reports after the division.
+
+    Returns:
+        Empty if it does not fit.
     """
     if divisor == 1:
         return ""
@@ -147,7 +153,7 @@ def _declare(what: str, said: str) -> str:
 def _in_dtype(
     grad: Tensor, division: Division, point: GradsTold, dtype: ToldDtype, like: torch.dtype
 ) -> Tensor:
-    """Return a sum, divided if the division comes after it, in the dtype of the report."""
+    """Convert a sum to the point and dtype of the report."""
     if dtype == "fp32" and not division.is_rounded:
         # Widen before the division, unless the target rounds the quotient first.
         grad = grad.to(torch.float32)

@@ -1,7 +1,7 @@
-"""Trajectories: steps that a reference took, kept for other systems with the same expectations.
+"""Trajectories: steps of a reference, kept to judge other cases of its family.
 
-A family of cases has one model, data and optimizer, and many systems. If everything that determines
-the bits is equal, the steps of the first case's reference also judge the others.
+Cases of a family have the same model, data and optimizer, but other systems. If all inputs of the
+reference are equal, its steps for the first case also judge the others.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch import Tensor
 from zero_sim.reference import Addresses, Reference, ReferenceStep
 
 _KEPT_MAX = 8
-"""Number of trajectories that are kept. Finished families are not requested again."""
+"""Number of trajectories to keep. Finished families are not requested again."""
 
 
 def frozen(step: ReferenceStep) -> ReferenceStep:
-    """Return a copy of a step that the reference's next step does not overwrite.
+    """Copy a step, so that the reference's next step does not overwrite it.
 
     Args:
-        step: The step as the reference has just taken it.
+        step: The reference's last step.
     """
 
     def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in tensors.items()}
 
-    # Only tensors that the reference updates in place.
+    # Only these tensors are updated in place.
     return replace(
         step,
         grads=copied(step.grads),
@@ -42,39 +42,38 @@ def frozen(step: ReferenceStep) -> ReferenceStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LateReference:
-    """A reference that is built when first needed, which may be never."""
+    """A reference that is built when first needed."""
 
     build: Callable[[], Reference]
     held: Sequence[frozenset[str]]
-    """As in the reference."""
+    """As in `Reference`."""
 
 
 @dataclass(slots=True)
 class Trajectory:
-    """Steps of the references of all groups of a case that share a norm."""
+    """Shared steps of a case's groups that share a norm; implements `SharedSteps`."""
 
     held: dict[int, Sequence[frozenset[str]]] = field(default_factory=dict)
-    """Names of the params that each rank holds, by number of the group; for groups with a
-    reference."""
+    """Names of the params that each rank holds, by group number, for groups with a reference."""
     _steps: dict[tuple[Hashable, int], Sequence[ReferenceStep]] = field(default_factory=dict)
 
-    # Part of `SharedSteps`: whole tensors, not digests.
     are_digests: bool = field(default=False, init=False)
 
     def find(self, step: int, *, placed: Hashable) -> Sequence[ReferenceStep] | None:
-        """Return a step of each group; None if no reference took it."""
+        """Return each group's step, or None if it was not kept."""
         return self._steps.get((placed, step))
 
     def begin(self, step: int) -> None:
-        """Do nothing: cases run one after another."""
+        """Do nothing, because cases run one after another."""
 
     def stop(self, step: int) -> None:
-        """Do nothing: the reference's steps are right even if the system is broken."""
+        """Do nothing, because steps of the reference stay right if the system is wrong."""
 
     def keep(self, taken: Sequence[ReferenceStep], *, groups: object, placed: Hashable) -> None:
-        """Keep a step, without the start state: cases that explain a finding compute it anew."""
+        """Keep a step for later cases."""
+        # Without the start state: a case with a finding falls back, so it computes the state anew.
         bare = [replace(frozen(each), start=None) for each in taken]
-        # Equal inputs give equal steps, so the first is as good as any.
+        # Equal inputs give equal steps, so keep the first.
         self._steps.setdefault((placed, taken[0].step), bare)
 
 
@@ -85,24 +84,24 @@ class Trajectories:
         self._by_key: OrderedDict[Hashable, Trajectory] = OrderedDict()
 
     def of(self, key: Hashable) -> Trajectory:
-        """Return the trajectory for equal inputs of a reference; a new one if there is none.
+        """Return the trajectory of a key; create it if there is none.
 
         Args:
-            key: Everything that the reference computes from.
+            key: All inputs of the reference.
         """
-        # Drop the least recently used.
         found = self._by_key.setdefault(key, Trajectory())
         self._by_key.move_to_end(key)
+        # Drop the least recently used.
         if len(self._by_key) > _KEPT_MAX:
             self._by_key.popitem(last=False)
         return found
 
 
 def placed_as(addresses: Sequence[Addresses] | None) -> Hashable:
-    """Return a key for the addresses of a group's params, to compare with other runs.
+    """Return a hashable key for a group's param addresses.
 
     Args:
-        addresses: Addresses by rank; None if they change no bits.
+        addresses: Addresses by rank; None if bits do not depend on them.
     """
-    # Sets, because the order of params in a dict changes no bits.
+    # Sets, because the order of a dict must not matter.
     return None if addresses is None else tuple(frozenset(each.items()) for each in addresses)

@@ -1,4 +1,4 @@
-"""The verdict: from reports of all judges to the result of a case, on any backend."""
+"""The verdict: merges the reports of all judges into a case result, on any backend."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from zero_sim.workloads import EXACT_MODELS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observations:
-    """Observations of a case that ran."""
+    """Everything observed while a case ran."""
 
     judged: Sequence[JudgeReport]
-    """Reports of the judges of each group and segment."""
+    """A report per group and segment."""
     failures: Sequence[Finding] = ()
-    """Other failures, first cause first."""
+    """Other failures, root cause first."""
     faults: Sequence[FaultRecord] = ()
     """Outcomes of planned faults."""
     accuracy: float | None = None
-    """Accuracy on held-out data, after the last step."""
+    """Accuracy on held-out data after the last step."""
     said: Sequence[str] = ()
-    """Notes of the system about the run."""
+    """The system's notes about the run."""
     notes: Sequence[str] = ()
-    """Notes of the backend about the run."""
+    """The backend's notes about the run."""
     buffer_maps: Sequence[BufferMap | None] = ()
     """Buffer map of each judge's first finding."""
     collectives: int = 0
@@ -43,44 +43,44 @@ class Observations:
 
     def findings(self) -> tuple[Finding, ...]:
         """Return all findings, earliest first."""
-        # Groups that share a norm see each other's mistakes, some of them a step later.
+        # Groups that share a norm are affected by each other's bugs, sometimes a step later.
         found = of_first_step([finding for judged in self.judged for finding in judged.findings])
         bad = min(
             (judged.bad_step for judged in self.judged if judged.bad_step is not None), default=None
         )
-        # Only rules of the first bad step explain its findings.
+        # Only rules tried on the first bad step explain its findings.
         rules = rules_together([judged.rules for judged in self.judged if judged.bad_step == bad])
         return (*with_rules(sort_and_merge(found), rules), *self.failures)
 
     def buffer_map(self) -> BufferMap | None:
-        """Return the flat buffer of the first finding that lies in one."""
+        """Return the buffer map of the first finding that lies in a flat buffer."""
         drawn = [
             (judged, buffer_map)
-            # Not strict, because observations may have no buffer maps at all.
+            # Not strict, because `buffer_maps` may be empty.
             for judged, buffer_map in zip(self.judged, self.buffer_maps, strict=False)
             if buffer_map is not None
         ]
         for finding in self.findings():
             for judged, buffer_map in drawn:
                 identities = [each.identity for each in judged.findings]
-                # Another group has another buffer, even if the same check has a finding there.
+                # Each group has its own buffer, so the check alone does not identify the map.
                 if buffer_map.check == finding.check and finding.identity in identities:
                     return buffer_map
         return None
 
 
 def reach_verdict(scenario: Scenario, observations: Observations) -> CaseResult:
-    """Return the result of a case, without its duration.
+    """Return the result of a case, with `seconds` = 0.
 
     Args:
         scenario: The judged case.
-        observations: Observations of the run.
+        observations: Observations of its run.
     """
     found = _with_settings(observations.findings(), scenario)
     if not found:
-        # Accuracy only if all is equal: a finding explains a low accuracy.
+        # Check accuracy only if everything agrees: a finding explains low accuracy.
         found = tuple(_check_accuracy(scenario, observations.accuracy))
-    # After a finding, the strength of a pass does not matter.
+    # Doubts only weaken a pass.
     doubts = () if found else _doubts(scenario, observations)
     verdict, findings, reached = settle(
         # With `expect.finding`, a finding can be a pass.
@@ -113,11 +113,11 @@ def reach_verdict(scenario: Scenario, observations: Observations) -> CaseResult:
 
 
 def _with_settings(found: Sequence[Finding], scenario: Scenario) -> tuple[Finding, ...]:
-    """Return findings, the first one about an update with the reference's optimizer settings."""
+    """Add the reference's optimizer settings to the first finding about an update."""
     if any(each.check == Check.EQUALITY_LAYOUT for each in found):
-        # Both layouts have the same settings; show the layouts instead.
+        # Both layouts have the same settings, so show the layouts instead.
         return tuple(_with_layouts(each, scenario) for each in found)
-    # Only for updates: settings do not explain a wrong gradient.
+    # Only for updates, because settings do not explain a wrong gradient.
     first = next((finding for finding in found if finding.check in UPDATED), None)
     if first is None or first.step is None:
         return tuple(found)
@@ -128,7 +128,7 @@ def _with_settings(found: Sequence[Finding], scenario: Scenario) -> tuple[Findin
 
 
 def _with_layouts(finding: Finding, scenario: Scenario) -> Finding:
-    """Return a finding with both layouts in its detail, if it compares layouts."""
+    """Add both layouts to the detail of a finding that compares layouts."""
     if finding.check != Check.EQUALITY_LAYOUT:
         return finding
     detail = "\n".join(filter(None, [layouts_in_words(scenario), finding.detail]))
@@ -142,7 +142,7 @@ def _notes(observations: Observations, *, agreed: bool) -> Iterator[str]:
     if unobserved := _unobserved(observations):
         yield f"{UNOBSERVED}{', '.join(unobserved)}"
     for record in observations.faults:
-        # If all agreed, faults other than `slow` are findings of their own.
+        # If everything agreed, other faults than `slow` are doubts, so they need no note.
         if not agreed or (record.fired and record.kind == "slow"):
             yield f"planned fault{'' if record.fired else ' that never happened'}: {record}"
 
@@ -154,7 +154,7 @@ def _unobserved(observations: Observations) -> tuple[str, ...]:
 
 
 def _scope(unobserved: Collection[str]) -> Scope:
-    # Params alone hide a wrong factor of the gradient from most optimizers.
+    # Most optimizers hide a wrong gradient factor from the params.
     is_hidden = PARTS in unobserved and not {GRADIENTS, DIVISION}.isdisjoint(unobserved)
     return "params-only" if is_hidden else "full"
 
@@ -174,7 +174,7 @@ def _check_accuracy(scenario: Scenario, reached: float | None) -> list[Finding]:
 
 
 def _doubts(scenario: Scenario, observations: Observations) -> tuple[Finding, ...]:
-    """Return reasons why a pass would prove little."""
+    """Return the reasons why a pass would prove little."""
     return (
         *check_meaning(scenario, observations.judged),
         *check_faults(observations.faults),
@@ -188,10 +188,11 @@ def settle(
     doubts: Sequence[Finding],
     faults: Sequence[FaultRecord],
 ) -> tuple[Verdict, tuple[Finding, ...], tuple[str, ...]]:
-    """Settle a case.
+    """Reach the verdict of a case.
 
     Args:
-        wanted: Check, or area of checks, that is expected to have a finding; None for none.
+        wanted: Expected check, such as `equality.grad`, or check area, such as `equality`. None
+            if no finding is expected.
         found: Findings of the first bad step.
         doubts: Reasons why a pass would prove little.
         faults: Outcomes of planned faults.
@@ -200,11 +201,9 @@ def settle(
         Verdict, findings to show, and notes to add.
     """
     if wanted is None:
-        # A finding outweighs a doubt.
         verdict: Verdict = "fail" if found else "inconclusive" if doubts else "pass"
         return verdict, (*found, *doubts), ()
-    # `wanted` may be an area, such as `equality`.
-    # A finding before any planned fault was not caused by it.
+    # If no planned fault happened, a fault cannot be the cause of a finding.
     explained = not faults or any(record.fired for record in faults)
     matching = [
         finding
@@ -242,11 +241,14 @@ def _in_a_line(finding: Finding) -> str:
 def check_meaning(scenario: Scenario, judges: Sequence[JudgeReport]) -> Iterator[Finding]:
     """Yield guards against an empty pass: reasons why equality would prove little.
 
-    Each cell and segment counts alone, because it proves nothing about another. So of each kind,
-    the first judge's doubt is reported; for gradients, that with the fewest nonzero elements.
+    Args:
+        scenario: The judged case.
+        judges: A report per group and segment.
     """
+    # Each group and segment must be meaningful, because it proves nothing about another. Of each
+    # kind of doubt, only report the first, and for zero gradients the worst.
+    # Same data may be intended. Then `data.ranks` is "same".
     if scenario.data.ranks == "distinct":
-        # Same data can be intended: then `data.ranks` is "same".
         for judge in [judge for judge in judges if judge.same_data][:1]:
             yield Finding(
                 check=Check.GUARD_SAME_DATA,
@@ -259,9 +261,9 @@ def check_meaning(scenario: Scenario, judges: Sequence[JudgeReport]) -> Iterator
     if is_low and not scenario.world.order_known:
         yield Finding(
             check=Check.GUARD_WIDE_BOUNDS,
-            message=f"at most {least.nonzero_fraction_max:.0%} of the gradient elements must be "
-            f"nonzero in any step{_where(least, judges)}, expected at least "
-            f"{scenario.expect.nonzero_min:.0%}: values within bounds that wide prove nothing",
+            message=f"at most {least.nonzero_fraction_max:.0%} of the gradient elements are "
+            f"provably nonzero in any step{_where(least, judges)}, expected at least "
+            f"{scenario.expect.nonzero_min:.0%}: values within such wide bounds prove nothing",
         )
     elif is_low:
         yield Finding(
@@ -275,20 +277,20 @@ def check_meaning(scenario: Scenario, judges: Sequence[JudgeReport]) -> Iterator
             check=Check.GUARD_NOTHING_STEPPED,
             message="every step was skipped or had gradients that are not finite"
             f"{_where(judge, judges)}, so no update was compared. Run more steps, or plant "
-            "the overflow in only one of them",
+            "the overflow in a single step",
         )
     owed = sum((judge.owed for judge in judges), start=Counter[Guarantee]())
     depending = owed.total() - owed["order-free"]
-    # These models give exact sums, unless a case exceeds the exact range of its dtype.
+    # Sums of these models are exact, unless a case exceeds the exact range of its dtype.
     if scenario.model.name in EXACT_MODELS and depending:
         yield Finding(
             check=Check.GUARD_NOT_ORDER_FREE,
             message=f"{depending} of {owed.total()} elements of reduced gradients depend on the "
-            "order of addition, but this model must have none. Use fewer ranks, rows or "
-            "micro-batches, or divide after the sum",
+            "order of addition, but the sums of this model must be exact. Use fewer ranks, rows "
+            "or micro-batches, or divide after the sum",
         )
     for judge in judges:
-        # One doubt per group: its own reason, or that of an uncertified norm.
+        # A step is uncertified for the stated reason, or else because of its norm.
         if judge.unfollowed:
             yield Finding(
                 check=Check.GUARD_NOT_FOLLOWED,
@@ -300,16 +302,13 @@ def check_meaning(scenario: Scenario, judges: Sequence[JudgeReport]) -> Iterator
                 check=Check.GUARD_NORM_NOT_CERTIFIED,
                 step=judge.uncertified_step,
                 message="the norm is so close to the middle of two fp32 values that its rounding "
-                "depends on the order of the sum, so nothing after clipping is judged. Use another "
-                "seed",
+                "depends on the order of addition, so nothing after clipping is judged. Use "
+                "another seed",
             )
 
 
 def check_faults(records: Iterable[FaultRecord]) -> Iterator[Finding]:
-    """Yield a doubt for each planned fault of a case without findings.
-
-    Slow ranks are expected to change nothing, so they give no doubt.
-    """
+    """Yield a doubt for each planned fault, for a case without findings."""
     for record in records:
         if not record.fired:
             yield Finding(
@@ -317,6 +316,7 @@ def check_faults(records: Iterable[FaultRecord]) -> Iterator[Finding]:
                 rank=record.rank,
                 message=f"the planned fault never happened: {record}",
             )
+        # A slow rank must not change results, so it raises no doubt.
         elif record.kind != "slow":
             yield Finding(
                 check=Check.GUARD_FAULT_UNNOTICED,
@@ -326,7 +326,7 @@ def check_faults(records: Iterable[FaultRecord]) -> Iterator[Finding]:
 
 
 def _where(judge: JudgeReport, judges: Sequence[JudgeReport]) -> str:
-    """Return the cell and segment of a judge as text; empty if there is only one."""
+    """Describe the judge's segment and ranks; empty for a single judge."""
     if len(judges) == 1:
         return ""
     ranks = ", ".join(map(str, judge.world_ranks))

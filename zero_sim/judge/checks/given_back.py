@@ -1,7 +1,7 @@
-"""Check of an unwrapped module: unchanged except for the values of its params.
+"""Check of an unwrapped module: only its param values may have changed.
 
-Hooks that remain fire in later uses of the module. Params that are views of foreign memory keep all
-of it alive, and change when it is written.
+A remaining hook would fire in later uses of the module. A param that is a view of an engine's
+buffer would keep the buffer alive, and change when the buffer is written.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from zero_sim.findings.records import Finding
 from zero_sim.scenario.checks import Check
 
 Hook = tuple[str, str, int]
-"""Owner, kind and id of a hook; ids are unique in the process."""
+"""Owner, kind and id of a hook. Ids are unique in the process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleNote:
-    """Structure of a module before an engine wraps it."""
+    """Structure of a module."""
 
     classes: Mapping[str, type[nn.Module]]
     attributes: Mapping[str, frozenset[str]]
-    """Names in the `__dict__` of each module and param."""
+    """Names in `__dict__`, by module or param."""
     params: Mapping[str, nn.Parameter]
     hooks: frozenset[Hook]
 
 
 def note_module(module: nn.Module) -> ModuleNote:
     """Record the structure of a module."""
-    # With duplicates, because a tied param has a name in every module.
+    # With duplicates, because a tied param has several names.
     modules = dict(module.named_modules(remove_duplicate=False))
     params = dict(module.named_parameters(remove_duplicate=False))
     everything: dict[str, object] = {f"module {name!r}": each for name, each in modules.items()}
@@ -61,12 +61,12 @@ def _hooks_on(
     found: set[Hook] = set()
     for name, each in modules.items():
         attributes = vars(each)
-        # torch keeps hooks in dicts by id; an empty dict is no hook.
+        # torch keeps hooks in dicts by id. Empty dicts are default attributes.
         for kind in _hook_kinds():
             if hooks := attributes.get(kind):
                 found.update((f"module {name!r}", kind, number) for number in hooks)
     for name, param in params.items():
-        # Tensors keep their hooks in these private attributes.
+        # Private attributes in which tensors keep hooks.
         for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             if hooks := getattr(param, kind, None):
                 found.update((f"param {name!r}", kind, number) for number in hooks)
@@ -75,7 +75,7 @@ def _hooks_on(
 
 @cache
 def _hook_kinds() -> tuple[str, ...]:
-    """Return the attributes in which this version of torch keeps hooks of modules."""
+    """Return the attributes in which this torch version keeps module hooks."""
     return tuple(kind for kind in vars(nn.Module()) if kind.endswith("_hooks"))
 
 
@@ -88,15 +88,15 @@ def check_given_back(
     step: int,
     rank: int,
 ) -> Iterator[Finding]:
-    """Check a module after its engine has unwrapped it.
+    """Check a module that an engine has unwrapped.
 
     Args:
         module: Returned by the engine.
-        before: Structure of the module that the engine was built with.
-        held: Trained params by name, with their values in the engine.
+        before: Structure of the module before the engine wrapped it.
+        held: Values of trained params in the engine, by name.
         not_its_own: Hooks that the harness registered.
         step: The last step, for findings.
-        rank: The rank, for findings.
+        rank: For findings.
     """
     now = note_module(module)
 
@@ -110,7 +110,6 @@ def check_given_back(
             message=f"the unwrapped module {message}",
         )
 
-    # Hooks of the harness are not the engine's.
     for whose, kind, _ in sorted(now.hooks - before.hooks - not_its_own):
         yield wrong(f"has a new hook: {kind} of {whose}")
     for whose, kind, _ in sorted(before.hooks - now.hooks):
@@ -130,24 +129,24 @@ def check_given_back(
 def _wrong_params(
     before: ModuleNote, now: ModuleNote, held: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, str]]:
-    # Storages by address, to find params that share one.
+    # By storage address, to find params with a common storage.
     owner_of: dict[int, nn.Parameter] = {}
     for name, expected in held.items():
         param = now.params.get(name)
         if param is None or param is not before.params.get(name):
-            yield "has another object in the place of a param", name
+            yield "has another object in place of a param", name
             continue
         own = param.numel() * param.element_size()
         memory = param.untyped_storage()
-        # An empty param owns no memory, and its address means nothing.
+        # Addresses of empty params have no meaning.
         shared_with = owner_of.setdefault(memory.data_ptr(), param) if own else param
         if memory.nbytes() != own or shared_with is not param:
             there = memory.nbytes()
             yield f"has a param of {own} bytes in a foreign storage of {there} bytes", name
-        # It keeps memory alive, and later training would accumulate into it.
+        # Later training would accumulate into this gradient.
         if param.grad is not None:
             yield "still has a gradient of a param", name
         if param.shape != expected.shape or param.dtype != expected.dtype:
-            yield f"has a param of another form, {tuple(param.shape)}, {param.dtype}", name
+            yield f"has a param of other shape or dtype: {tuple(param.shape)}, {param.dtype}", name
         elif not same_bits(expected, param.detach()):
-            yield "has other values of a param than it had in the engine", name
+            yield "has other values of a param than the engine had", name

@@ -1,4 +1,4 @@
-"""Inputs of checks: notes on a rank, and its reported state at one point of a step."""
+"""Inputs of checks: notes on a rank, and its reported state during a step."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from zero_sim.targets.costs import Costs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankNotes:
-    """Notes from before the first step: the bare module, costs, and recorders."""
+    """Notes on a rank from before its first step."""
 
     sizes: Sequence[ParamSize]
-    """Trained params of the rank."""
+    """Sizes of trained params."""
     held_sizes: Sequence[HeldSize] = ()
-    """All params and buffers of its module, trained or not."""
+    """Sizes of all params and buffers in the bare module, trained or not."""
     costs: Costs
-    """Declared by the target; equal for all ranks."""
+    """Declared by the target, equal for all ranks."""
     own_bytes: Mapping[str, int] | None = None
-    """Expected memory by the target's closed form; None if it declares none."""
+    """Memory by the target's own closed form; None without one."""
     hook_trace: HookTrace | None = None
-    """None if the costs of the case do not depend on overlap."""
+    """None if the case's costs do not depend on overlap."""
     memory: MemoryRecorder | None = None
     """None if memory within a step is not recorded."""
     reads: ForwardReads | None = None
-    """None if reads of forwards are not recorded."""
+    """None if reads by forwards are not recorded."""
 
 
 # For checks outside of a step.
@@ -44,19 +44,19 @@ _NO_RESULT = StepResult()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shown:
-    """State of one rank, and the expectations for it."""
+    """A rank's state at one point of a step, and its expected values."""
 
     rank: int
-    """Rank in the judged group."""
+    """Group rank."""
     step: int
-    """Index of the step, from 0."""
+    """Counted from 0."""
     engine: EngineAdapter
     notes: RankNotes
     group: JudgedGroup
     owed: Owed
     # Views, so checks must not keep them.
     parts: Sequence[OwnedPart] = ()
-    """Places that the rank owns, with values after a step; views of live state."""
+    """Owned parts after a step."""
     losses: Sequence[Tensor] = ()
     """Losses by micro-batch, after a step."""
     params: Mapping[str, Tensor] = field(default_factory=dict)
@@ -66,5 +66,5 @@ class Shown:
 
     @property
     def comparison(self) -> Comparing:
-        """The comparison for the expected steps, which may stop being digests during a step."""
+        """The current comparison. It changes if the judge falls back to local steps."""
         return self.owed.comparison

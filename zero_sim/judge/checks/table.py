@@ -1,11 +1,11 @@
-"""Checks of a rank, and the table of their order at each point of a step.
+"""Checks of a rank, and a table of checks for each point of a step.
 
-A check takes a rank's state and yields findings. To add one, write a function here, or in a module
-of its own if it is long, and list it in the table at the end. Reports order findings by dataflow,
-not by this table (`zero_sim.findings.dataflow`).
+A check takes a rank's state and yields findings. To add a check, write a function and list it in
+the table below. The table's order does not affect reports: they sort findings by dataflow
+(`zero_sim.findings.dataflow`).
 
-Checks of a whole group are elsewhere: ownership (`Ownership.check`), loaded state (`judge.loaded`),
-unwrapped modules (`checks.given_back`) and costs (`zero_sim.cost`).
+Other checks are elsewhere: ownership (`Ownership.check`), loaded state (`judge.loaded`), unwrapped
+modules (`checks.given_back`) and costs (`zero_sim.cost`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from zero_sim.targets.adapt import PARTS, UNTRAINED
 
 
 def check_scales_and_casts(shown: Shown) -> Iterator[Finding]:
-    """Compare scales of fp8 params, and check that working params are their masters, cast."""
+    """Compare fp8 scales, and check that each working param is its cast master."""
     group, rank, step = shown.group, shown.rank, shown.step
     held, comparison = group.ownership.held[rank], shown.comparison
-    # Only held params: of others the rank has no scale.
+    # A rank only has scales of params that it holds.
     scales = shown.engine.scales([n for n in comparison.scale_names(step) if n in held])
     yield from comparison.compare_scales(scales, rank=rank, step=step)
     params = shown.params
@@ -36,7 +36,7 @@ def check_scales_and_casts(shown: Shown) -> Iterator[Finding]:
         if place.param not in params:
             continue
         working = params[place.param].reshape(-1)[place.start : place.stop]
-        # Cast by the rank's own scale. A wrong scale is a finding of its own above.
+        # Cast by the rank's own scale. A wrong scale is already a finding.
         scale = scales.get(place.param)
         cast = (
             part.master.to(working.dtype)
@@ -49,7 +49,7 @@ def check_scales_and_casts(shown: Shown) -> Iterator[Finding]:
 
 
 def check_repeated(shown: Shown) -> Iterator[Finding]:
-    """Check that a param reported under two names, such as a tied one, has one value."""
+    """Check that a param with two names, such as a tied param, has equal values under both."""
     params = shown.params
     for name, other, values in shown.engine.repeated():
         if shown.group.comparer.differs(params[name], values):
@@ -59,11 +59,10 @@ def check_repeated(shown: Shown) -> Iterator[Finding]:
 
 
 def check_untrained(shown: Shown) -> Iterator[Finding]:
-    """Check that untrained params kept the values from before the engine was built."""
+    """Check that untrained params have not changed since the engine was built."""
     group = shown.group
     for name, values, now in shown.engine.untrained():
         if now is None:
-            # Not reported by the engine, so listed as not observed.
             group.unobserved.add(UNTRAINED)
         elif group.comparer.differs(values, now):
             at = findings.param(shown.step, shown.rank, name)
@@ -73,7 +72,7 @@ def check_untrained(shown: Shown) -> Iterator[Finding]:
 
 
 def check_result(shown: Shown) -> Iterator[Finding]:
-    """Check that the engine's report of a step is complete and correct."""
+    """Check that an engine's report of a step is complete and correct."""
     result, rank, step = shown.result, shown.rank, shown.step
     expected, optimizer = shown.owed.steps.get(step), shown.group.scenario.optimizer
     reported = {"norm": result.norm, "zeros": result.zeros, "skipped": result.skipped}
@@ -81,13 +80,12 @@ def check_result(shown: Shown) -> Iterator[Finding]:
     if result.raised is not None:
         if result.skipped != expected.skipped:
             yield findings.wrongly_raised(step, rank, raised=result.raised)
-        # A step that raised reports nothing about skipping.
+        # A step that raised cannot report a skip.
         result = replace(result, skipped=None)
     if all(got is None for got in (result.norm, result.zeros, result.skipped, result.loss_scale)):
-        # The engine reports nothing about steps. If it did, it would have to report its clipping
-        # and scaling too.
+        # This engine does not report on steps. If it did, norm and loss scale would be required.
         return
-    # An engine that clips or scales must report by how much, or it cannot be followed.
+    # If an engine clips or scales, it must report by how much, or it cannot be followed.
     if result.norm is None and optimizer.clip_norm is not None:
         yield findings.misreported("norm", step, rank, expected=float(expected.norm), got=None)
     if result.loss_scale is None and optimizer.loss_scale is not None:
@@ -99,11 +97,11 @@ def check_result(shown: Shown) -> Iterator[Finding]:
 
 
 def check_same_places(shown: Shown) -> Iterator[Finding]:
-    """Check that a rank owns the same places as at the start: omitted ones escape comparison."""
+    """Check that a rank owns the same places as at the start."""
     before = shown.group.ownership.places[shown.rank]
     now = [part.place for part in shown.parts]
     if before != now:
-        # Name the missing params, because their state would not be compared.
+        # State of omitted params would not be compared, so name them.
         gone = sorted({place.param for place in before} - {place.param for place in now})
         yield Finding(
             check=Check.INVARIANT_OWNERSHIP,
@@ -117,7 +115,7 @@ def check_same_places(shown: Shown) -> Iterator[Finding]:
 
 def check_zero_gradients(shown: Shown) -> Iterator[Finding]:
     """Check that gradient buffers are zero before the first micro-batch."""
-    # Stray values would be added to the gradients of this step.
+    # Other values would be added to this step's gradients.
     where = shown.engine.stray_gradients(padding_only=False)
     if where:
         yield Finding(
@@ -130,13 +128,13 @@ def check_zero_gradients(shown: Shown) -> Iterator[Finding]:
 
 
 def check_padding(shown: Shown) -> Iterator[Finding]:
-    """Check that the padding of gradient buffers is still zero after a step."""
+    """Check that gradient padding is still zero after a step."""
     where = shown.engine.stray_gradients(padding_only=True)
     return _written_padding("a gradient buffer", where, shown, phase=Phase.REDUCE)
 
 
 def check_param_padding(shown: Shown) -> Iterator[Finding]:
-    """Check that the padding of param buffers and master shards is still zero after a step."""
+    """Check that padding of params and masters is still zero after a step."""
     where = shown.engine.stray_padding()
     return _written_padding("params or masters", where, shown, phase=Phase.GATHER)
 
@@ -158,7 +156,7 @@ def compare_measured(shown: Shown) -> Iterator[Finding]:
 
 
 def compare_losses(shown: Shown) -> Iterator[Finding]:
-    """Compare losses, and the params read by a forward whose loss differs."""
+    """Compare losses. If a loss differs, also compare the params its forward read."""
     return shown.comparison.compare_losses(
         shown.losses, reads=shown.notes.reads, rank=shown.rank, step=shown.step
     )
@@ -182,7 +180,7 @@ def compare_params(shown: Shown) -> Iterator[Finding]:
 
 
 def check_rank_memory(shown: Shown) -> Iterator[Finding]:
-    """Compare a rank's resident memory with the closed form of its target."""
+    """Compare a rank's resident memory with the target's closed form."""
     notes, group = shown.notes, shown.group
     held = shown.engine.held_bytes()
     if notes.own_bytes is not None:
@@ -192,7 +190,7 @@ def check_rank_memory(shown: Shown) -> Iterator[Finding]:
             notes.sizes,
             scenario=group.scenario,
             rank=shown.rank,
-            # The state's keys were already compared with the reference, so count them.
+            # Count the reported state: its keys were already compared with the reference.
             stored=sum(
                 part.master.numel() * sum(value.dim() > 0 for value in part.state.values())
                 for part in shown.parts
@@ -201,7 +199,7 @@ def check_rank_memory(shown: Shown) -> Iterator[Finding]:
         if PARTS in group.unobserved:
             del owed["state"]  # Only parts show how much state an element has.
     yield from check_memory(held, owed, step=shown.step, rank=shown.rank)
-    # Peaks within the step, as recorded by hooks.
+    # Peaks within the step, which hooks recorded.
     if notes.memory is not None:
         yield from notes.memory.findings()
 
@@ -211,7 +209,7 @@ RankCheck = Callable[[Shown], Iterator[Finding]]
 BEFORE_BACKWARD: Sequence[RankCheck] = (check_zero_gradients,)
 
 AFTER_STEP: Sequence[RankCheck] = (
-    # First, because bounded comparisons follow parts by the norm that it notes.
+    # First, because bounded comparisons need the reported norm to follow parts.
     compare_measured,
     check_result,
     compare_losses,
@@ -220,10 +218,10 @@ AFTER_STEP: Sequence[RankCheck] = (
     check_padding,
     compare_reported,
 )
-"""After a step. If shared steps give a finding, repeated with the group's own reference."""
+"""After a step. Run again on local steps if shared steps give a finding."""
 
 WEIGHED: Sequence[RankCheck] = (check_rank_memory,)
-"""After one step of the run, because measuring memory is slow."""
+"""After a single step of the run, because measuring memory is slow."""
 
 AFTER_GATHER: Sequence[RankCheck] = (
     check_scales_and_casts,
@@ -231,13 +229,13 @@ AFTER_GATHER: Sequence[RankCheck] = (
     compare_params,
     check_param_padding,
 )
-"""After the gathers; repeated like `AFTER_STEP`."""
+"""After the gathers. Run again like `AFTER_STEP`."""
 
 AFTER_GATHER_ALWAYS: Sequence[RankCheck] = (check_untrained,)
-"""After the gathers, without an expected step."""
+"""After the gathers, even if the reference cannot take the step."""
 
 
 def run_checks(checks: Sequence[RankCheck], shown: Shown) -> Iterator[Finding]:
-    """Yield the findings of checks, in order."""
+    """Yield the findings of all checks, in order."""
     for check in checks:
         yield from check(shown)
