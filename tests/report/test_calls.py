@@ -88,7 +88,7 @@ def test_gathers_are_suspect_of_a_param_that_differs_where_gradients_were_observ
 def test_gradients_that_were_observed_are_not_called_unreported():
     at = finding(check="equality.params", phase="gather", call_start=0, call_stop=8)
     head = render_calls(logged("barrier", "all_reduce"), at, shows_grads=True)[0]
-    assert "none of them a suspect: the reported gradients are as expected" in head
+    assert "none of them a suspect: the reported gradients are right" in head
     assert "only its params" not in head
 
 
@@ -115,7 +115,7 @@ def test_no_suspect_is_left_out_of_a_long_step():
     assert (len(near.others), near.left_out) == (6, 3)
     lines = render_calls(logged(*names), finding(call_start=0, call_stop=36))
     assert [">" in line for line in lines[1:]] == [True] * 9 + [False] * 7
-    assert "... 3 more of this step" in lines[10]
+    assert "... 3 more in this step" in lines[10]
 
 
 def test_many_suspects_of_one_line_of_code_share_a_line():
@@ -138,7 +138,7 @@ class TestMissing:
     def test_no_reduction_of_the_bucket(self, even_strip):
         said = self.missing(even_strip(), ("all_reduce", 3), ("all_gather", 24))
         assert said == (
-            "no call of this step reduces 24 elements, the size of bucket 0, elements [0, 24); "
+            "no call in this step reduces 24 elements, the size of bucket 0, elements [0, 24); "
             "was it issued?"
         )
 
@@ -147,8 +147,8 @@ class TestMissing:
         strip = replace(even_strip(), buckets=two)
         said = self.missing(strip, ("all_reduce", 12), flat_offset=13)
         assert said == (
-            "1 call of this step reduces 12 elements, and 2 buckets have as many; was one issued "
-            "for bucket 1, elements [12, 24)?"
+            "1 call in this step reduces 12 elements, but 2 buckets have this size; was a call "
+            "issued for bucket 1, elements [12, 24)?"
         )
 
     def test_nothing_is_missing(self, even_strip):

@@ -106,7 +106,7 @@ def test_of_many_suspects_the_first_ones():
 def test_a_call_that_is_missing_is_said_above(even_strip):
     log = logged("barrier")
     at = finding(check="equality.grad", flat_offset=3, call_start=0, call_stop=2)
-    assert "Missing: no call of this step reduces 24 elements" in near_calls(log, at, even_strip())
+    assert "Missing: no call in this step reduces 24 elements" in near_calls(log, at, even_strip())
 
 
 def test_nothing_for_a_finding_of_no_rank():

@@ -97,7 +97,7 @@ def test_what_no_rank_owns_stands_out(even_strip):
 
 def test_a_part_of_a_buffer_says_which(even_strip):
     strip = even_strip(start=6, differ=((7, 8),))
-    assert draw_buffer_map(strip)[1] == "of it, elements [6, 24)"
+    assert draw_buffer_map(strip)[1] == "shown: elements [6, 24)"
 
 
 def test_spans_that_were_cut_off_are_not_denied(even_strip):

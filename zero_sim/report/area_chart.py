@@ -1,4 +1,4 @@
-"""Amounts over time, by category: bars in text, a stacked area chart on pages."""
+"""Charts of amounts over time, by category: bars in text, stacked areas on pages."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from zero_sim.report import pages
 from zero_sim.report.amounts import aligned, bar
 
 _HEIGHT = 100
-"""Units of the view box, which is stretched to the page; its other side is a unit a moment."""
+"""Height of the view box. Its width is one unit per moment, and it is stretched to the page."""
 _FIRST_HUE = 215
 """Degrees."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """Amounts at one moment."""
+    """Amounts at a moment."""
 
     name: str
     phase: str
     amounts: Mapping[str, float]
-    """By category, such as bytes of `gathered`; a missing category has none."""
+    """Amounts by category, such as `gathered`. Missing categories count as 0."""
 
     @property
     def total(self) -> float:
@@ -34,7 +34,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """Amounts over several moments; an amount lasts until the next moment."""
+    """Amounts over several moments. Each lasts until the next moment."""
 
     title: str
     unit: str
@@ -44,12 +44,12 @@ class Chart:
 
     @property
     def most(self) -> float:
-        """The largest total; 1 if all are 0, because heights are shares of it."""
+        """Largest total; 1 if all are 0, because heights are divided by it."""
         return max((point.total for point in self.points), default=0) or 1
 
 
 def render_bars(chart: Chart) -> Iterator[str]:
-    """Yield the chart as lines of text, a bar for each point."""
+    """Yield lines of text, with a bar for each point."""
     yield f"{chart.title}, in {chart.unit}"
     rows = [
         [each.name, bar(each.total / chart.most), f"{each.total:,.0f}"] for each in chart.points
@@ -58,7 +58,7 @@ def render_bars(chart: Chart) -> Iterator[str]:
 
 
 def draw_area(chart: Chart) -> Markup:
-    """Draw the chart as wide as the page, with phases beneath and a legend."""
+    """Draw a chart as wide as the page, with phases below and a legend."""
     names = list(dict.fromkeys(name for point in chart.points for name in point.amounts))
     areas = [
         {
@@ -76,7 +76,7 @@ def draw_area(chart: Chart) -> Markup:
         chart=chart,
         count=len(chart.points),
         height=_HEIGHT,
-        # A lower area covers part of a higher one, so the highest is painted first.
+        # Each area starts at zero, so paint the highest first and cover it with lower areas.
         areas=areas[::-1],
         legend=areas,
         phases=phases,
@@ -85,14 +85,14 @@ def draw_area(chart: Chart) -> Markup:
 
 
 def _hue(index: int, count: int) -> int:
-    """Return a hue in degrees: different for each area, far from its neighbours."""
-    # By two around a circle of an odd number of hues, which meets each of them once.
+    """Return an area's hue in degrees, far from its neighbours' hues."""
+    # Steps of two around an odd number of hues meet each hue once.
     hues = count | 1
     return (_FIRST_HUE + 360 * (2 * index % hues) // hues) % 360
 
 
 def _outline(chart: Chart, names: Sequence[str]) -> str:
-    """Outline the area from zero to the sum of some categories, as the data of an SVG path."""
+    """Return the area from zero to the sum of categories, as SVG path data."""
     parts = [f"M0 {_HEIGHT}"]
     for index, point in enumerate(chart.points):
         amount = sum(point.amounts.get(name, 0) for name in names)

@@ -1,7 +1,6 @@
-"""Calls of torch.distributed around a finding, from the event log: suspects first.
+"""Calls of torch.distributed around a finding, from the event log.
 
-A suspect is a call that may have carried the wrong values. The phase of the finding gives the kind
-of call, the buffer map gives its size in elements.
+Suspects come first: calls that may have carried the wrong values.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ if TYPE_CHECKING:
     from zero_sim.sim import CollectiveRecord, EventLog
 
 BEFORE = 2
-"""Calls to show from before the bad step."""
+"""Number of calls to show from before the bad step."""
 OF_STEP = 6
-"""Last calls to show of the bad step that are no suspects."""
+"""Number of unsuspected calls to show from the end of the bad step."""
 AFTER = 2
-"""Calls to show from after the finding."""
+"""Number of calls to show from after the finding."""
 SUSPECTS_UNFOLDED = 12
-"""Suspects shown on a line each. If there are more, calls from one line of code share a line."""
+"""If there are more suspects, those from the same line of code share a line of text."""
 
-# Substrings of names: "reduce" fits all_reduce, reduce and reduce_scatter.
+# Substrings: "reduce" matches all_reduce, reduce and reduce_scatter.
 _REDUCING, _GATHERING = ("reduce",), ("gather", "all_to_all", "broadcast")
 _CARRYING = (*_REDUCING, *_GATHERING, "scatter", "send", "recv")
-# Substrings of the names of collectives that carry the values compared in a phase.
+# Collectives that carry the values compared in each phase, as substrings.
 _MARKED: dict[str, tuple[str, ...]] = {
     Phase.BACKWARD: _REDUCING,
     Phase.REDUCE: _REDUCING,
@@ -44,7 +43,7 @@ _NOT_TOLD = (
     "find out"
 )
 _GRADS_AGREE = (
-    "the reported gradients are as expected, so the update itself may be wrong; implement parts() "
+    "the reported gradients are right, so the update itself may be wrong; implement parts() "
     "to compare masters and optimizer state"
 )
 _VERBS: dict[str, str] = {Phase.REDUCE: "reduces", Phase.GATHER: "gathers"}
@@ -63,20 +62,19 @@ class NearCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nearby:
-    """The calls of one rank near a finding."""
+    """A rank's calls near a finding."""
 
     rank: int
     suspects: tuple[NearCall, ...]
-    """Calls that may have carried the wrong values, and the refused call, in the order of the
-    log."""
+    """Suspects and the refused call, in log order."""
     others: tuple[NearCall, ...]
-    """Some calls around the suspects, in the order of the log."""
+    """Some calls around the suspects, in log order."""
     left_out: int
-    """Number of further calls of the bad step."""
+    """Number of further calls in the bad step."""
     missing: str
-    """Description of an expected call that the bad step lacks; empty if none is known."""
+    """Description of a call that the bad step lacks; may be empty."""
     why_no_suspect: str = ""
-    """Reason why no call is a suspect although some carried data; empty otherwise."""
+    """Reason why no call is a suspect, although some carried data; may be empty."""
 
 
 def calls_near(
@@ -89,9 +87,9 @@ def calls_near(
     """Return the calls of a finding's rank around the finding.
 
     Args:
-        log: Log of the world of the finding.
+        log: Log of the finding's world.
         finding: The finding.
-        buffer_map: Buffer with the finding; None if its position in memory is unknown.
+        buffer_map: Buffer with the finding; None if unknown.
         shows_grads: True if reduced gradients were observed; see `observed_grads`.
 
     Returns:
@@ -102,10 +100,9 @@ def calls_near(
     if rank is None or not own:
         return None
     stop = len(log.collectives) if finding.call_stop is None else finding.call_stop
-    # A finding without a span ended the run, so the last calls of the log belong to its step.
+    # A finding without a log interval ended the run, so the last calls belong to its step.
     first = own[-OF_STEP:][0][0]
     start = first if finding.call_start is None else finding.call_start
-    # Calls by time: before the bad step, in it up to the finding, after the finding.
     before = [pair for pair in own if pair[0] < start]
     of_step = [pair for pair in own if start <= pair[0] < stop]
     after = [pair for pair in own if pair[0] >= max(start, stop)]
@@ -113,16 +110,17 @@ def calls_near(
         buffer_map if buffer_map is not None and buffer_map.check == finding.check else None
     )
     bucket = None if buffer_map is None else _bucket_of(finding, buffer_map)
-    # If only params were observed, a wrong update looks the same as a wrong gather.
+    # If only params were observed, a wrong update looks like a wrong gather.
     told = shows_grads or buffer_map is not None
+    # The finding's phase determines the kind of suspects, the buffer map their size in elements.
     carrying = [pair for pair in of_step if _carries(pair[1], finding, told=told)]
     sizes = set() if buffer_map is None or bucket is None else _sizes(buffer_map, bucket)
-    # A gather takes the shard and returns the bucket, a reduce-scatter the reverse.
+    # A gather takes a shard and returns a bucket, a reduce-scatter the reverse.
     fitting = [p for p in carrying if sizes & {p[1].elems, p[1].output_elems}]
-    # Without a call of a fitting size, suspect all that could carry at least the smallest shard.
+    # If no size fits, suspect all calls that could carry at least the smallest shard.
     least = min(sizes, default=0)
     fitting = fitting or [p for p in carrying if max(p[1].elems, p[1].output_elems) >= least]
-    # None, if no call was refused, is no index of a call.
+    # `refused` may be None, which is not an index.
     marked = {index for index, _ in fitting} | {log.refused}
     others = [pair for pair in of_step if pair[0] not in marked]
 
@@ -146,14 +144,14 @@ def calls_near(
 
 
 def observed_grads(notes: Iterable[str]) -> bool:
-    """Return True if reduced gradients were observed in a case.
+    """Return True if a case observed reduced gradients.
 
     Args:
-        notes: Notes of the case, which list quantities that were not observed.
+        notes: Notes of the case, which list unobserved quantities.
     """
     from zero_sim.targets.adapt import GRADIENTS  # Imports torch, which the command line defers.
 
-    # Notes, because bundles keep no other record of it.
+    # From notes, because bundles keep no other record of this.
     silent = (note.removeprefix(UNOBSERVED) for note in notes if note.startswith(UNOBSERVED))
     return not any(GRADIENTS in each.split(", ") for each in silent)
 
@@ -164,8 +162,8 @@ def _carries(record: CollectiveRecord, finding: Finding, *, told: bool) -> bool:
     if finding.check == Check.EQUALITY_SCALE:
         words = _REDUCING
     elif finding.phase == Phase.GATHER and not told:
-        # If a target reports params only, a wrong local update also shows in them first. So no
-        # call may be accused.
+        # If only params are reported, a wrong local update would also show there first, so the
+        # gather is not suspect.
         words = () if finding.check == Check.EQUALITY_PARAMS else _CARRYING
     return any(word in record.kind for word in words)
 
@@ -179,7 +177,7 @@ def _why_no_suspect(finding: Finding, buffer_map: BufferMap | None, shows_grads:
 def _bucket_of(finding: Finding, buffer_map: BufferMap) -> MappedBucket | None:
     """Return the bucket of the first differing element; None if its offset is unknown."""
     offset = finding.flat_offset
-    # A finding without a flat offset may name an element of a param: look for its fragment.
+    # If the finding has an offset in a param instead, look for its fragment.
     if offset is None and finding.offset_in_param is not None:
         at = finding.offset_in_param
         offset = next(
@@ -197,9 +195,9 @@ def _bucket_of(finding: Finding, buffer_map: BufferMap) -> MappedBucket | None:
 
 
 def _sizes(buffer_map: BufferMap, bucket: MappedBucket) -> set[int]:
-    """Return the element counts of calls for a bucket: the whole bucket, or one rank's shard."""
+    """Return possible sizes of calls for a bucket, in elements: the bucket, or a shard."""
     shards = [shard for shard in buffer_map.shards if shard.bucket == bucket.index]
-    # 0, the size of an empty shard, would fit every call without output elements.
+    # Drop 0, the size of an empty shard, which would fit every call without output.
     return {bucket.stop - bucket.start, *(shard.stop - shard.start for shard in shards)} - {0}
 
 
@@ -210,7 +208,7 @@ def _missing(
     *,
     carrying: Sequence[CollectiveRecord],
 ) -> str:
-    """Return a description of the call that the bad step lacks; empty if none is known."""
+    """Describe a call that the bad step lacks; empty if none is known."""
     elems = bucket.stop - bucket.start
     verb = _VERBS.get(finding.phase or "")
     if verb is None or not elems:
@@ -218,15 +216,15 @@ def _missing(
     seen = sum(elems in (record.elems, record.output_elems) for record in carrying)
     what = f"bucket {bucket.index}, elements [{bucket.start}, {bucket.stop})"
     if not seen:
-        return f"no call of this step {verb} {elems} elements, the size of {what}; was it issued?"
-    # Equal buckets share their size, so compare counts. This needs the map of the whole buffer.
+        return f"no call in this step {verb} {elems} elements, the size of {what}; was it issued?"
+    # Several buckets may have this size, so compare counts. This needs a map of the whole buffer.
     alike = [each for each in buffer_map.buckets if each.stop - each.start == elems]
     if (buffer_map.start, buffer_map.stop) != (0, buffer_map.elems) or seen >= len(alike):
         return ""
     calls = "1 call" if seen == 1 else f"{seen} calls"
     return (
-        f"{calls} of this step {verb} {elems} elements, and {len(alike)} buckets have as many; was "
-        f"one issued for {what}?"
+        f"{calls} in this step {verb} {elems} elements, but {len(alike)} buckets have this size; "
+        f"was a call issued for {what}?"
     )
 
 
@@ -237,10 +235,7 @@ def render_calls(
     *,
     shows_grads: bool = False,
 ) -> list[str]:
-    """Return the calls around a finding as lines of text; empty if there is nothing to show.
-
-    Arguments are those of `calls_near`.
-    """
+    """Render the calls around a finding as lines; arguments as for `calls_near`."""
     nearby = calls_near(log, finding, buffer_map, shows_grads=shows_grads)
     if nearby is None:
         return []
@@ -255,10 +250,10 @@ def render_calls(
     cut = nearby.left_out
     for call in nearby.others:
         if call.when == "in" and cut:
-            shown.append(("in", " ", f"... {cut} more of this step"))
+            shown.append(("in", " ", f"... {cut} more in this step"))
             cut = 0
         shown.append((call.when, " ", _describe_call(call.record)))
-    # A label appears once for consecutive lines with the same time and mark.
+    # Consecutive lines with the same label and mark show the label once.
     labels = {"before": "before", "in": "step", "after": "after"}
     said = None
     for when, mark, told in shown:
@@ -269,13 +264,13 @@ def render_calls(
 
 
 def _folded(calls: Sequence[NearCall]) -> Iterator[tuple[NearCall, str]]:
-    """Yield suspects with their text; if there are many, calls from one line of code together."""
+    """Yield suspects with their text. If there are many, merge those from one line of code."""
     if len(calls) <= SUSPECTS_UNFOLDED:
         yield from ((call, _describe_call(call.record)) for call in calls)
         return
     alike: dict[object, list[NearCall]] = {}
     for call in calls:
-        # Equal but for number and size: calls of one line in a loop over buckets.
+        # Ignore number and size, so that calls in a loop over buckets are merged.
         key = call.when, call.record._replace(sequence=0, elems=0, output_elems=0)
         alike.setdefault(key, []).append(call)
     for run in alike.values():
@@ -288,7 +283,7 @@ def _folded(calls: Sequence[NearCall]) -> Iterator[tuple[NearCall, str]]:
 
 
 def shown_name(file: str) -> str:
-    """Return the file name of a call site without its folder, which most call sites share."""
+    """Return a call site's file name without its folder, which most call sites share."""
     return file.replace("\\", "/").rpartition("/")[2]
 
 

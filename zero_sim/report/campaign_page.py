@@ -1,4 +1,4 @@
-"""A fuzzing campaign as one HTML page: verdicts, findings, and a heat map of pairs of features."""
+"""A fuzzing campaign as an HTML page: verdicts, findings, and a heat map of feature pairs."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ if TYPE_CHECKING:
     from zero_sim.fuzz.records import Found
 
 CELL = 8
-"""Side of a square of the heat map, in SVG units."""
-# Findings contain text of targets. If it got past the escaping, no script of it would run.
+"""Side of a square in the heat map, in SVG units."""
+# Findings contain foreign text. If escaping failed, the policy would still block scripts.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _VERDICTS = ("pass", "fail", "error", "inconclusive")
-# Lightness of a pair that occurred once, and of the most frequent pair, in percent.
+# Lightness in percent: of a pair that occurred once, and of the most frequent pair.
 _LIGHT_MAX, _LIGHT_MIN = 88, 28
 
 
 def write_campaign_page(
     path: Path, totals: CampaignTotals, *, plan: Plan, elapsed: float, names: Sequence[str]
 ) -> None:
-    """Write the page of a campaign; an existing file is replaced.
+    """Write a campaign's page; an existing file is replaced.
 
     Args:
         path: The file.
         totals: Results so far.
-        plan: Target, seed and corpus of the campaign.
+        plan: The campaign's target, seed and corpus.
         elapsed: Seconds.
-        names: Features that the cases can have.
+        names: Features that its cases can have.
 
     Raises:
-        UsageError: The file cannot be written.
+        UsageError: If the file cannot be written.
     """
     verdicts = totals.counts.verdicts
-    # At least 1, because a campaign without a case has a page too.
+    # At least 1, to divide by it in a campaign without cases.
     cases = max(sum(verdicts.values()), 1)
     known = [name for name in _VERDICTS if verdicts.get(name)]
-    # Features of the corpus too, because another version may have known others.
+    # Include features of the corpus, because other versions may have more.
     rows = sorted(dict.fromkeys((*names, *totals.coverage.features)))
     page = pages.render(
         "campaign.html",
@@ -83,18 +83,18 @@ def _finding(found: Found, totals: CampaignTotals, plan: Plan) -> dict[str, str]
 
 
 def _cells(coverage: Coverage, names: Sequence[str]) -> Iterator[dict[str, object]]:
-    """Yield the squares of the heat map, by row."""
+    """Yield the heat map's squares, by row."""
     most = max([*coverage.pairs.values(), *coverage.features.values()], default=1)
     for row, first in enumerate(names):
-        # Pairs have no order, so one half of the square shows all.
+        # Pairs have no order, so one triangle shows all of them.
         for column, second in enumerate(names[row:], row):
             if row == column:
                 count, title = coverage.features[first], first
             else:
-                # Keys of `pairs` are sorted by name, as `pairs_of` makes them.
+                # `pairs_of` sorts the names in a key.
                 low, high = sorted((first, second))
                 count, title = coverage.pairs[low, high], f"{low} + {high}"
-            # On a logarithmic scale, because counts of pairs span powers of ten.
+            # Logarithmic, because counts span several powers of ten.
             share = math.log(count) / math.log(most) if count > 1 and most > 1 else 0.0
             light = round(_LIGHT_MAX - share * (_LIGHT_MAX - _LIGHT_MIN))
             if count:

@@ -1,4 +1,4 @@
-"""Command lines in reports: run a case, a bundle or a file again."""
+"""Command lines in reports, to run a case, a bundle or a file again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 DEFAULT_BUNDLES = Path(".zero-sim", "bundles")
-"""Default folder for bundles of failing cases."""
+"""Default folder for bundles."""
 
 
 def reproduce_command(
@@ -18,7 +18,7 @@ def reproduce_command(
     target: str | None = None,
     options: Sequence[str] = (),
 ) -> str:
-    """Return the command that runs one case of a file.
+    """Return the command that runs a single case of a file.
 
     Args:
         source: The file.
@@ -28,7 +28,7 @@ def reproduce_command(
         options: Further options of the original command.
     """
     words = file_id
-    # -k takes an expression, so an id with its syntax in it is quoted.
+    # -k takes an expression, so quote an id that contains its syntax.
     if any(char in " ()\"'" for char in words):
         words = f'"{words}"'
     limit = [] if stall_seconds is None else ["--stall-seconds", f"{stall_seconds:g}"]
@@ -46,9 +46,9 @@ def replay_command(
         bundles: Its folder; None for the default folder.
         target: `module:name` of an imported target. Registered names are omitted, because the
             bundle contains them.
-        device: Device to compute on.
+        device: Compute device.
     """
-    # Defaults are omitted, to keep commands short.
+    # Omit defaults, to keep commands short.
     where = [] if bundles in (None, DEFAULT_BUNDLES) else ["--bundles", str(bundles)]
     named = ["--target", target] if target is not None and ":" in target else []
     on = ["--device", device] if device != "cpu" else []
@@ -62,7 +62,7 @@ def run_command(path: Path, *, target: str | None = None, device: str = "cpu") -
         path: The file.
         target: `module:name` of an imported target. Registered names are omitted, because the file
             contains them.
-        device: Device to compute on.
+        device: Compute device.
     """
     named = ["--target", target] if target is not None and ":" in target else []
     on = ["--device", device] if device != "cpu" else []

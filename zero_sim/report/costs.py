@@ -1,4 +1,4 @@
-"""Costs as text: tables, a waterfall, a scaling curve."""
+"""Costs as text: tables, waterfalls, scaling curves."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def render_memory(
     alone: Mapping[str, Mapping[str, int]] | None = None,
     columns: int | None = None,
 ) -> str:
-    """Return a table of the bytes of a rank, and below it those of one device alone.
+    """Return a table of a rank's bytes, followed by the bytes of a single device.
 
     Args:
-        rows: One per way to train.
-        alone: Bytes of one device by kind, with gradients freed and kept.
-        columns: Characters of the terminal; None for no limit.
+        rows: A row per way to train.
+        alone: Bytes of a single device by kind, with gradients freed and kept.
+        columns: Terminal width; None for no limit.
     """
     names = _categories([row.footprint.held for row in rows])
     unit = unit_for(row.footprint.peak for row in rows)
     binary = binary_unit(unit)
     head = ["model", "stage", "N", "K", *names, f"total {unit[0]}"]
-    # Columns without values are omitted, so that the table fits a terminal.
+    # Omit empty columns, so that the table fits a terminal.
     offloads = any(row.footprint.on_cpu for row in rows)
     head += [*([binary[0]] if binary else []), *(["on the CPU"] if offloads else [])]
     head += ["saved", "of one", "at most", "in"]
@@ -59,7 +59,7 @@ def render_memory(
             ]
         )
     lines = [
-        f"Bytes of one rank in {unit[0]}{_size_of(unit)}, resident between two steps; `at most`: "
+        f"Bytes per rank in {unit[0]}{_size_of(unit)}, resident between two steps; `at most`: "
         "the peak within a step.",
         "Activations and temporary memory of kernels are not included.",
         "`saved`: compared with stage 0, which keeps gradients in a buffer; `of one`: compared "
@@ -79,7 +79,7 @@ def render_memory(
 
 
 def render_limits(rows: Sequence[LimitRow], *, params: int) -> str:
-    """Return a table of bytes by number of ranks, with the factor and the share saved."""
+    """Return a table of bytes by number of ranks, with the saved factor and share."""
     counts = list(rows[0].by_ranks)
     unit = unit_for(row.unsharded for row in rows)
     table = [["", "unsharded", *(f"N = {count:,}" for count in counts), "N to infinity", ""]]
@@ -87,13 +87,13 @@ def render_limits(rows: Sequence[LimitRow], *, params: int) -> str:
         sharded = [*row.by_ranks.values(), row.limit]
         table += [
             [row.name, *(in_unit(b, unit) for b in (row.unsharded, *sharded)), unit[0]],
-            # With every state sharded, the limit is 0 bytes, and the factor grows with N.
+            # If all state is sharded, the limit is 0 bytes and the factor grows with N.
             ["", "", *(f"{row.unsharded / b:,.4g}x" if b else "N x" for b in sharded), "less"],
             ["", "", *(f"{1 - b / row.unsharded:.1%}" for b in sharded), "saved"],
         ]
     return "\n".join(
         [
-            f"{params:,} params on N ranks, bytes of a rank between two steps.",
+            f"{params:,} params on N ranks, bytes per rank between two steps.",
             "`fp32, moments alone`: params, gradients and two moments in fp32, with only the "
             "moments sharded.",
             "",
@@ -103,13 +103,11 @@ def render_limits(rows: Sequence[LimitRow], *, params: int) -> str:
 
 
 def _waterfall(before: Mapping[str, int], after: Mapping[str, int]) -> list[tuple[str, int, int]]:
-    """Return the bars from one total to another, category by category.
+    """Return the bars of a waterfall as name, start and stop.
 
-    Returns:
-        Name, start and stop of each bar: the total of `before`, the change of each category, and
-        the total of `after`.
+    The first and last bar are the totals of `before` and `after`. The others are changes by
+    category, each starting where the previous bar ends.
     """
-    # Each bar starts where the previous one ends.
     level = sum(before.values())
     bars = [("before", 0, level)]
     for name in dict.fromkeys((*before, *after)):
@@ -122,10 +120,10 @@ def _waterfall(before: Mapping[str, int], after: Mapping[str, int]) -> list[tupl
 
 
 def render_waterfall(before: Mapping[str, int], after: Mapping[str, int], *, title: str) -> str:
-    """Return the change from one total to another as bars of text."""
+    """Return a waterfall from one total to another, as text."""
     bars = _waterfall(before, after)
     unit = unit_for(stop for _, _, stop in bars)
-    # Totals are drawn solid, changes hatched; all share one scale.
+    # Solid totals and hatched changes, all on the same scale.
     most = max(max(start, stop) for _, start, stop in bars) or 1
     rows = [["", "", unit[0]]]
     for index, (name, start, stop) in enumerate(bars):
@@ -136,7 +134,7 @@ def render_waterfall(before: Mapping[str, int], after: Mapping[str, int], *, tit
         rows.append(
             [name, f"{bar:<{BAR_CHARS}}", signed if stop < start or not start else f"+{signed}"]
         )
-    # The title above, because in the table it would widen the column of names.
+    # Outside of the table, because the title would widen the column of names.
     return f"{title}\n{aligned(rows, words=range(2))}"
 
 
@@ -144,11 +142,11 @@ def render_curve(series: Mapping[str, Sequence[tuple[int, float]]], *, what: str
     """Return a scaling curve as text: a row per number of ranks, a bar per series.
 
     Args:
-        series: Pairs of ranks and amount, by name of the series; at least one pair.
-        what: Quantity drawn.
+        series: Pairs of ranks and amount, by series name.
+        what: Name of the quantity.
         unit: Unit of the amounts.
     """
-    # All bars share one scale, so that series can be compared.
+    # A common scale, so that series can be compared.
     amounts = [amount for pairs in series.values() for _, amount in pairs]
     most = max(amounts, default=0) or 1
     names = list(series)
@@ -170,10 +168,14 @@ def render_curve(series: Mapping[str, Sequence[tuple[int, float]]], *, what: str
 
 
 def render_traffic(rows: Sequence[TrafficRow], *, columns: int | None = None) -> str:
-    """Return a table of the bytes that a rank sends, by kind and link; see `render_memory`."""
+    """Return a table of the bytes that a rank sends, by kind and link.
+
+    Args:
+        rows: A row per way to train.
+        columns: Terminal width; None for no limit.
+    """
     network = rows[0].traffic.network
     inside, between = network.inside, network.between
-    # One column per kind that occurs in any row.
     kinds = list(dict.fromkeys(flow.kind for row in rows for flow in row.traffic.flows))
     unit = unit_for(float(row.traffic.sent) for row in rows)
     head = ["model", "stage", "N", "K", "calls", *kinds, f"total {unit[0]}"]
@@ -212,7 +214,7 @@ def render_traffic(rows: Sequence[TrafficRow], *, columns: int | None = None) ->
 
 
 def _through_first(rows: Sequence[TrafficRow], unit: tuple[str, int]) -> Iterator[str]:
-    """Yield the bytes through the first rank, for rows where it adds for all."""
+    """Yield a line for each row in which the first rank adds for all ranks."""
     for row in rows:
         if row.traffic.through_first:
             yield (
@@ -222,7 +224,7 @@ def _through_first(rows: Sequence[TrafficRow], unit: tuple[str, int]) -> Iterato
 
 
 def _categories(held: Sequence[Mapping[str, int]]) -> list[str]:
-    """Return the categories that are not zero in every row, in their given order."""
+    """Return the categories with a nonzero amount in any row, in their given order."""
     return [
         name
         for name in dict.fromkeys(n for each in held for n in each)

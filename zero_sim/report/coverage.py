@@ -1,4 +1,4 @@
-"""Coverage of a campaign as text and data: features drawn, never drawn, and in mutants' cases."""
+"""Coverage of a campaign as text and data: drawn features, and features that mutants need."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from zero_sim.report.amounts import aligned
 from zero_sim.untrusted import printable
 
 _PAIRS_SHOWN = 15
-# Expected cases of a pair from which on its absence is reported. If fewer are expected, absence
-# means nothing.
+# Report a missing pair if at least this many cases were expected. Below, absence means nothing.
 _EXPECTED_MIN = 1.0
 
 
 def render_coverage(
     coverage: Coverage, *, names: Sequence[str], finders: Mapping[str, frozenset[str]]
 ) -> str:
-    """Return a table of features, those never drawn, pairs, and an outlook for further cases.
+    """Render features, features never drawn, feature pairs, and an outlook for further cases.
 
     Args:
         coverage: Coverage of a campaign.
-        names: Features that its cases can have, in the order of rows.
-        finders: Features of the smallest case that finds a mutant, by id of the mutant.
+        names: Features that its cases can have, in row order.
+        finders: Features of the smallest case that finds a mutant, by mutant id.
     """
     if not coverage.cases:
         return "Coverage: no case was drawn."
@@ -41,13 +40,7 @@ def render_coverage(
 def coverage_data(
     coverage: Coverage, *, names: Sequence[str], finders: Mapping[str, frozenset[str]]
 ) -> dict[str, object]:
-    """Return the same data and every pair, ready for JSON.
-
-    Args:
-        coverage: See `render_coverage`.
-        names: See `render_coverage`.
-        finders: See `render_coverage`.
-    """
+    """Return the same data with all pairs, ready for JSON; arguments as for `render_coverage`."""
     found = {id: map(_joined, pairs_of(features)) for id, features in finders.items()}
     return {
         **coverage.as_dict(),
@@ -71,8 +64,8 @@ def _ids_by(found: Mapping[str, Collection[str] | map[str]]) -> dict[str, list[s
 def _features(
     coverage: Coverage, *, names: Sequence[str], finders: Mapping[str, frozenset[str]]
 ) -> str:
-    """Return the table of features: cases, other features met, and smallest cases of mutants."""
-    # Each pair counts once for both of its features.
+    """Return a table of features: cases, other features met, and mutants."""
+    # Each pair counts once for each of its features.
     others = Counter(chain.from_iterable(coverage.pairs))
     mutants = Counter(chain.from_iterable(finders.values()))
     rows = [["feature", "cases", "share", "met with", "mutants"]]
@@ -96,10 +89,10 @@ def _pairs_never(
 ) -> str:
     never = coverage.pairs_never(names)
     head = (
-        f"{_many(len(coverage.pairs), 'pair')} of features met; {len(never):,} others of the drawn "
-        "features did not,\nand many of these are impossible."
+        f"{_many(len(coverage.pairs), 'pair')} of features met; {len(never):,} other pairs of "
+        "drawn features did not,\nand many of these are impossible."
     )
-    # Expected counts are products of the shares of both features, as if they were independent.
+    # The expected count assumes that both features are independent.
     telling = [(pair, count) for pair, count in never if count >= _EXPECTED_MIN]
     if not telling:
         return head
@@ -116,11 +109,11 @@ def _pairs_never(
 
 
 def _pairs_that_found(coverage: Coverage, *, finders: Mapping[str, frozenset[str]]) -> str:
-    """Return a table of pairs in smallest cases of mutants, the least drawn ones first."""
+    """Return a table of pairs that occur in mutants' smallest cases, least drawn first."""
     found = _mutants_of_pairs(finders)
     if not found:
         return ""
-    # Rarely drawn pairs that many mutants need are the gaps of the generator.
+    # A rarely drawn pair that many mutants need is a gap in the generator.
     seldom = sorted(found, key=lambda pair: (coverage.pairs[pair], -found[pair], pair))
     rows = [["cases", "mutants", "seldom drawn"]]
     rows += [
@@ -135,8 +128,8 @@ def _pairs_that_found(coverage: Coverage, *, finders: Mapping[str, frozenset[str
 
 
 def _outlook(coverage: Coverage) -> str:
-    # Good and Turing: the share of cases with a pair that no other case has estimates the share of
-    # further cases with a new pair. Chao: a lower bound for the number of pairs not seen.
+    # Good and Turing: the share of cases with a unique pair estimates the share of further cases
+    # with a new pair. Chao: a lower bound for the number of unseen pairs.
     outlook = coverage.outlook
     if outlook is None:
         return ""

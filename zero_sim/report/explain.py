@@ -1,4 +1,4 @@
-"""Explanations of checks. Their texts are in `explanations.toml`."""
+"""Explanations of checks, from `explanations.toml`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from zero_sim.scenario.checks import Check
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """One check, explained."""
+    """Explanation of a check."""
 
     check: Check
     meaning: str
-    """The quantity compared, or the rule checked."""
+    """The compared quantity, or the checked rule."""
     why: str
-    """The damage in training if it does not hold."""
+    """The damage to training if the check fails."""
     causes: tuple[str, ...]
-    """Usual causes, the most frequent first."""
+    """Usual causes, most frequent first."""
     seen_in: tuple[str, ...] = ()
     """Public bugs of this kind, as `project#number: description`."""
 
 
 def _read() -> dict[str, Explanation]:
-    # Line breaks in the file have no meaning: renderers wrap the text.
+    # Ignore line breaks in the file, because renderers wrap the text.
     text = resources.files("zero_sim.report").joinpath("explanations.toml").read_text("utf-8")
     return {
         check: Explanation(
@@ -40,7 +40,7 @@ def _read() -> dict[str, Explanation]:
     }
 
 
-# Read at import, so that an entry of an unknown check fails at once, not when it is shown.
+# Read at import, so that an entry for an unknown check fails at once.
 EXPLANATIONS = _read()
 
 
@@ -51,7 +51,7 @@ def explain(check: str) -> Explanation:
         check: Its id, such as `equality.grad`.
 
     Raises:
-        UsageError: The check does not exist; the message lists all checks.
+        UsageError: If the check does not exist. The message lists all checks.
     """
     try:
         return EXPLANATIONS[check]

@@ -1,7 +1,6 @@
-"""Fingerprints: the calls of a rank from a log or a file, and a fingerprint as text.
+"""Fingerprints: a rank's calls from a log or file, and a fingerprint as text.
 
-A file is a Chrome trace or a Flight Recorder dump. It may come from a stranger, so only JSON of a
-bounded size is read, and no pickle is opened.
+A file is a Chrome trace or a Flight Recorder dump.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ _ELEM_BYTES = {
     "int32": 4, "half": 2, "bfloat16": 2, "float16": 2, "byte": 1, "char": 1, "uint8": 1,
     "int8": 1, "bool": 1, "long int": 8, "signed char": 1, "unsigned char": 1,
 }  # fmt: skip
-# Operators of `c10d` whose first argument is the output, so the input is the second.
+# `c10d` operators whose first argument is the output and the second the input.
 _INPUT_SECOND = ("allgather", "reduce_scatter", "alltoall")
-# Substring of a name of the profiler or the Flight Recorder, and its kind; the first match wins, so
+# Substring of a name in the profiler or Flight Recorder, and its kind. The first match wins, so
 # `reduce` is last.
 _KINDS = (
     ("reduce_scatter", "reduce_scatter"),
@@ -47,11 +46,11 @@ _KINDS = (
 
 
 def calls_of_log(log: EventLog, *, rank: int) -> list[SeenCall]:
-    """Return the calls of one rank in a log."""
+    """Return a rank's calls in a log."""
     calls = []
     for call in read_timeline(log).calls:
         record = call.record
-        # A stage shows in its collectives of params and gradients only.
+        # Messages and barriers do not depend on the stage.
         if record.rank == rank and record.kind not in ("send", "recv", "barrier"):
             stop = call.issue_tick if call.land_tick is None else call.land_tick
             calls.append(
@@ -62,7 +61,7 @@ def calls_of_log(log: EventLog, *, rank: int) -> list[SeenCall]:
                     elem_bytes=record.elem_bytes,
                     dtype=record.dtype,
                     start=float(call.issue_tick),
-                    # A synchronous call ends before the rank's next one, so it overlaps none.
+                    # A synchronous call ends before the rank's next call, so it overlaps none.
                     stop=float(stop if record.asynchronous else call.issue_tick),
                 )
             )
@@ -70,10 +69,10 @@ def calls_of_log(log: EventLog, *, rank: int) -> list[SeenCall]:
 
 
 def traces_in(path: Path) -> list[Path]:
-    """Return a file itself, or the traces and dumps in a folder by name.
+    """Return the file itself, or a folder's traces and dumps, sorted by name.
 
     Raises:
-        UsageError: The folder has none.
+        UsageError: If the folder has none.
     """
     if not path.is_dir():
         return [path]
@@ -87,7 +86,7 @@ def traces_in(path: Path) -> list[Path]:
 
 
 def read_calls(path: Path, *, rank: int) -> list[SeenCall]:
-    """Return the calls of one rank in a trace or a dump.
+    """Read a rank's calls from a trace or dump.
 
     Args:
         path: A Chrome trace of torch's profiler (`.json`, `.json.gz`), or a Flight Recorder dump as
@@ -95,7 +94,7 @@ def read_calls(path: Path, *, rank: int) -> list[SeenCall]:
         rank: The rank, if the file has several.
 
     Raises:
-        UsageError: The file is neither, or has no collectives of this rank.
+        UsageError: If the file is neither, or has no collectives of this rank.
     """
     raw = _load(path)
     if isinstance(raw.get("traceEvents"), list):
@@ -115,18 +114,20 @@ def read_calls(path: Path, *, rank: int) -> list[SeenCall]:
 
 
 def _load(path: Path) -> dict[str, Any]:
+    # The file may come from a stranger, so only read JSON of bounded size, never a pickle.
     try:
         data = read_regular(path, bytes_max=FILE_BYTES_MAX)
     except Unreadable as reason:
         raise UsageError(f"expected a trace or a dump at {path}, got: {reason}.") from None
-    # By content, not by name. The output is bounded, because a small file may unpack to terabytes.
+    # Detect gzip by content, not by name. Bound the output, because a small file may unpack to
+    # terabytes.
     if data[:2] == b"\x1f\x8b":
         unpack = zlib.decompressobj(zlib.MAX_WBITS | 16)
         try:
             data = unpack.decompress(data, FILE_BYTES_MAX)
         except (zlib.error, gzip.BadGzipFile) as error:
             raise UsageError(f"expected a gzip file at {path}, got: {error}.") from None
-    # Pickles of protocol 2 and later start with this byte; torch's own dumps do.
+    # Pickles of protocol 2 and later start with this byte, including torch's dumps.
     if data[:1] == b"\x80":
         raise UsageError(
             f"expected JSON, got a pickle at {path}, which could run any code. Use torch's dump as "
@@ -143,7 +144,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _of_dump(raw: Mapping[str, Any]) -> Iterator[SeenCall]:
-    # Any value may be missing or have another type, because the file may be forged.
+    # The file may be forged, so any value may be missing or have another type.
     configs = raw.get("pg_config")
     for entry in raw["entries"]:
         kind = _kind(entry.get("profiling_name")) if isinstance(entry, dict) else ""
@@ -164,31 +165,31 @@ def _of_dump(raw: Mapping[str, Any]) -> Iterator[SeenCall]:
             elem_bytes=_ELEM_BYTES.get(dtype.lower(), 1),
             dtype=dtype,
             start=start,
-            # A forged file may complete a call before it was issued.
+            # In a forged file, a call may complete before its issue.
             stop=max(start, stop),
         )
 
 
 def _of_trace(raw: Mapping[str, Any], *, rank: int, path: Path) -> list[SeenCall]:
-    """Return the calls in a trace: of one rank in our traces, of all events in torch's."""
+    """Return the rank's calls in a trace."""
     events = raw["traceEvents"]
     named = [e for e in events if isinstance(e, dict) and isinstance(e.get("args"), dict)]
     described = [e for e in named if "Collective name" in e["args"]]
     if not described:
         return list(_of_operators(named, world_size=_world_size(raw), path=path))
     pids = {e.get("pid") for e in described}
-    # In our traces, a process id is a rank. torch writes a file per rank, with any process id.
+    # In our own traces, process ids are ranks. torch writes a file per rank, with any process id.
     if len(pids) > 1 and rank in pids:
         described = [e for e in described if e.get("pid") == rank]
-    # On NCCL, a kernel and the call that issued it both have a description. Kernels have the times
-    # of the device, so count these.
+    # On NCCL, both the kernel and the call that issued it have a description. Count kernels,
+    # because they have device times.
     kernels = [e for e in described if e.get("cat") == "kernel"]
     issued = [e for e in described if e.get("cat") == "cpu_op"]
     return list(_of_descriptions(kernels or issued, are_kernels=bool(kernels)))
 
 
 def _of_descriptions(events: Sequence[Any], *, are_kernels: bool) -> Iterator[SeenCall]:
-    """Yield calls whose events describe their collective, as on NCCL and in our traces."""
+    """Yield calls from events that describe their collective, as on NCCL and in our own traces."""
     for event in events:
         args = event["args"]
         kind = _kind(args["Collective name"])
@@ -210,11 +211,9 @@ def _of_descriptions(events: Sequence[Any], *, are_kernels: bool) -> Iterator[Se
 def _of_operators(
     events: Sequence[dict[str, Any]], *, world_size: int, path: Path
 ) -> Iterator[SeenCall]:
-    """Yield calls of gloo, for which the profiler records only the operators of `c10d`.
-
-    Another thread executes each call, in an event `gloo:...` with its dtype and duration. gloo may
-    execute a reduce-scatter as an all-reduce, so the kind comes from the operator.
-    """
+    """Yield calls on gloo, for which the profiler only records `c10d` operators."""
+    # Another thread executes each call, in an event `gloo:...` with dtype and duration. gloo may
+    # execute a reduce-scatter as an all-reduce, so take the kind from the operator.
     done = [e for e in events if str(e.get("name")).startswith("gloo:")]
     done.sort(key=lambda event: _number(event.get("ts")))
     waiting: dict[int, deque[dict[str, Any]]] = defaultdict(deque)
@@ -235,10 +234,10 @@ def _of_operators(
         output, elems = _elems(dims[:1]), _elems(dims[int(is_second) : int(is_second) + 1])
         ranks = world_size
         if kind == "reduce_scatter" and not elems:
-            # The input is a list of lists of tensors, which the profiler does not record.
+            # The profiler does not record the input, a list of lists of tensors.
             elems = output * ranks
         elif kind in ("reduce_scatter", "all_gather") and output and elems:
-            # The group's size is not recorded, but it is the ratio of input and output.
+            # The profiler does not record the group size, but it is the ratio of input and output.
             ranks = max(output, elems) // min(output, elems)
         start = _number(event.get("ts"))
         did = next(_begun_after(start, waiting[elems]), event)
@@ -273,7 +272,7 @@ def _kind(name: object) -> str:
 
 
 def _elems(sizes: object) -> int:
-    """Return the elements of a tensor by its shape, or of a list of tensors."""
+    """Return the number of elements in a tensor or list of tensors, by shape."""
     if not isinstance(sizes, list) or not sizes:
         return 0
     if any(isinstance(size, list) for size in sizes):
@@ -283,12 +282,12 @@ def _elems(sizes: object) -> int:
 
 def _number(value: object) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # NaN and infinity fail the comparison, and a huge integer would overflow a float.
+    # The comparison rejects NaN, infinity, and integers that would overflow a float.
     return float(value) if is_number and abs(value) < 2**62 else 0.0  # type: ignore[arg-type]
 
 
 def render_fingerprint(found: Fingerprint) -> str:
-    """Render the stage that fits the calls, odd calls, and the sizes of messages."""
+    """Render the stage that fits the calls, odd calls, and message sizes."""
     lines = [
         f"{found.stage or 'no stage'}: {found.why}",
         f"step: {shortened(found.letters)}",

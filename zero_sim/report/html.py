@@ -1,8 +1,4 @@
-"""Findings as one self-contained HTML page: no script, no font, no external resource.
-
-Bundles may come from strangers, so their contents are escaped (`zero_sim.report.pages`), and the
-page's policy forbids the browser to load or run anything.
-"""
+"""Findings as a self-contained HTML page, without scripts, fonts or external resources."""
 
 from __future__ import annotations
 
@@ -34,7 +30,9 @@ if TYPE_CHECKING:
 
 VALUES_BEFORE = 8
 VALUES_AFTER = 40
-"""Elements to show from the first difference on."""
+"""Number of elements to show from the first difference on."""
+# Bundles may come from strangers. `pages` escapes their contents. If that failed, this policy would
+# still forbid loading or running anything.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
@@ -54,7 +52,7 @@ def write_page(path: Path, bundles: Sequence[Bundle], *, bundles_folder: Path | 
 
 
 def render_page(bundles: Sequence[Bundle], *, bundles_folder: Path | None = None) -> str:
-    """Return the page as text; arguments as for `write_page`."""
+    """Render the page; arguments as for `write_page`."""
     page = pages.render(
         "report.html",
         title=f"{len(bundles)} failed case{'' if len(bundles) == 1 else 's'}",
@@ -66,7 +64,7 @@ def render_page(bundles: Sequence[Bundle], *, bundles_folder: Path | None = None
 
 def _case(bundle: Bundle, *, bundles_folder: Path | None) -> dict[str, object]:
     first, ran = bundle.findings[0], bundle.ran
-    # The page leads with the first finding; its template shows the others in short.
+    # The page leads with the first finding. The template shows the others in short.
     return {
         "bundle": bundle,
         "where": render_location(first),
@@ -88,11 +86,11 @@ def _strip(buffer_map: BufferMap, first: Finding) -> dict[str, object]:
     of = "" if buffer_map.check == first.check else f"{buffer_map.check}: "
     spread = cut = ""
     equal = equal_elems(buffer_map)
-    # If nearly all elements differ, a picture of positions shows nothing: describe it in words.
+    # If nearly all elements differ, their positions show nothing, so describe them in words.
     if equal is not None and equal < len(buffer_map.pieces):
         spread = describe_spread(buffer_map)
     elif (buffer_map.start, buffer_map.stop) != (0, buffer_map.elems):
-        cut = f"Of it, elements [{buffer_map.start:,}, {buffer_map.stop:,}):"
+        cut = f"Shown: elements [{buffer_map.start:,}, {buffer_map.stop:,}):"
     return {
         "sentence": f"{of}{describe_buffer_map(buffer_map)}",
         "spread": spread and f"{spread[0].upper()}{spread[1:]}.",
@@ -104,7 +102,7 @@ def _strip(buffer_map: BufferMap, first: Finding) -> dict[str, object]:
 def _calls(bundle: Bundle) -> dict[str, object] | None:
     if not bundle.logs or not bundle.logs[-1].collectives:
         return None
-    # Findings end a run, so the last world of the case has the first finding.
+    # Findings end a run, so the first finding is in the last world.
     first, log = bundle.findings[0], bundle.logs[-1]
     shows_grads = observed_grads(bundle.notes)
     nearby = calls_near(log, first, bundle.strip, shows_grads=shows_grads)
@@ -123,7 +121,7 @@ def _calls(bundle: Bundle) -> dict[str, object] | None:
 
 
 def _values(bundle: Bundle) -> Iterator[tuple[str, Markup]]:
-    """Yield a title and a table for each finding with values."""
+    """Yield title and table for each finding with values."""
     for finding in bundle.findings:
         evidence = finding.evidence
         if evidence is not None and evidence.expected.numel():
@@ -134,9 +132,9 @@ def _values(bundle: Bundle) -> Iterator[tuple[str, Markup]]:
 
 
 def values_table(finding: Finding, evidence: Evidence) -> Markup:
-    """Return a table of expected and observed values around the first difference."""
+    """Render a table of expected and observed values around the first difference."""
     differ, first = _differing(evidence)
-    # Offsets below refer to the evidence, which may be a part of a larger tensor.
+    # Offsets refer to the evidence, which may be a part of a larger tensor.
     start = max(0, first - VALUES_BEFORE)
     stop = first + VALUES_AFTER
     expected, got = _numbers(evidence.expected[start:stop]), _numbers(evidence.got[start:stop])
@@ -149,7 +147,7 @@ def values_table(finding: Finding, evidence: Evidence) -> Markup:
             "" if of_param is None else str(of_param - first + i),
             "" if flat is None else str(flat - first + i),
             *("" if value is None else repr(value) for value in (wanted, came)),
-            # Hex floats show all bits, where decimals of two values may look equal.
+            # Hex floats show all bits, while decimals of different values may look equal.
             *(float(value).hex() if isinstance(value, float) else "" for value in (wanted, came)),
         ]
         rows.append(("bad" if i in differ else "", cells))
@@ -158,9 +156,9 @@ def values_table(finding: Finding, evidence: Evidence) -> Markup:
 
 
 def _differing(evidence: Evidence) -> tuple[frozenset[int], int]:
-    """Return the differing indices of the evidence, as far as they are recorded, and the first."""
+    """Return the differing indices in the evidence, and the first of them."""
     expected, got = evidence.expected, evidence.got
-    # Bounds have another dtype or length than the values, so no element is marked.
+    # Tensors of different dtype or length cannot be compared, so mark nothing.
     if expected.dtype != got.dtype or expected.numel() != got.numel():
         return frozenset(), 0
     difference = find_difference(expected, got)

@@ -1,6 +1,6 @@
 """Calls around a finding as HTML: a matrix of near calls by rank, and a table of all calls.
 
-The matrix contains only ranks that share a suspect with the finding's rank.
+The matrix only contains ranks that share a suspect with the finding's rank.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from zero_sim.sim import CollectiveRecord, EventLog
 
 RANKS_MAX = 6
-"""Ranks next to each other, as many as fit on a small screen."""
+"""Ranks in the matrix: as many as fit on a small screen."""
 SUSPECTS_MAX = 16
-"""Suspects in the matrix, the first ones."""
+"""Suspects in the matrix."""
 CALLS_MAX = 500
-"""Calls in the table. If the log is longer, those around the finding."""
-# Prefix of a collective's name, CSS class of its colour, and name in the legend.
+"""Calls in the table. If the log is longer, it shows those around the finding."""
+# Name prefix, CSS class for the colour, and name in the legend.
 _KINDS = (
     ("reduce_scatter", "rs", "reduce_scatter"),
     ("all_reduce", "ar", "all_reduce"),
@@ -40,19 +40,19 @@ _Key = tuple[str, tuple[int, ...], int, str]
 
 
 def class_of(kind: str) -> str:
-    """Return the CSS class that colours a collective."""
-    # The last prefix is empty, so there is always a match.
+    """Return the CSS class for a collective's colour."""
+    # The last prefix is empty, so it always matches.
     return next(class_ for start, class_, _ in _KINDS if kind.startswith(start))
 
 
 def legend(kinds: Iterable[str], *marks: tuple[str, str]) -> Markup:
-    """Return the legend of colours of collectives and of further marks.
+    """Render a legend of collectives and further marks.
 
     Args:
         kinds: Names of the collectives.
-        marks: CSS classes and meaning of each further mark.
+        marks: CSS class and meaning of each further mark.
     """
-    # Only colours that occur, in the fixed order of `_KINDS`.
+    # Only classes that occur, in the fixed order of `_KINDS`.
     used = {class_of(kind) for kind in kinds}
     named = dict.fromkeys((class_, meaning) for _, class_, meaning in _KINDS if class_ in used)
     return pages.render("legend.html", entries=[*named, *marks])
@@ -61,20 +61,23 @@ def legend(kinds: Iterable[str], *marks: tuple[str, str]) -> Markup:
 def near_calls(
     log: EventLog, finding: Finding, buffer_map: BufferMap | None, *, shows_grads: bool = False
 ) -> Markup | None:
-    """Return the matrix of near calls with its legend; None if the finding has no rank with calls.
+    """Render the matrix of near calls with its legend.
 
     Args:
-        log: Log of the world of the finding.
+        log: Log of the finding's world.
         finding: The finding.
         buffer_map: Buffer with the finding, if known.
         shows_grads: See `calls_near`.
+
+    Returns:
+        None if the finding has no rank, or its rank made no call.
     """
     nearby = calls_near(log, finding, buffer_map, shows_grads=shows_grads)
     if nearby is None:
         return None
     suspects = nearby.suspects[:SUSPECTS_MAX]
     calls = sorted((*suspects, *nearby.others), key=lambda call: call.index)
-    # Filter before building keys: a key contains all ranks of its group, maybe thousands.
+    # Filter before building keys, because a key contains all ranks of a group, maybe thousands.
     near = {(call.record.group, call.record.sequence) for call in calls}
     came: dict[_Key, set[int]] = {}
     for record in log.collectives:
@@ -104,20 +107,18 @@ def _ranks(
     came: Mapping[_Key, set[int]],
     differ: Collection[int],
 ) -> tuple[list[int], list[int]]:
-    """Return the ranks to show and the ranks left out, among those in calls with the finding's.
-
-    Ranks that never came to a call go first, then ranks with a difference, then neighbours.
-    """
-    # Without suspects, ranks in calls around the finding are the ones of interest.
+    """Return the ranks to show and the omitted ranks, among the members of near calls."""
+    # Without suspects, use the calls around the finding.
     calls = suspects or nearby.others
     others = {rank for call in calls for rank in call.record.group_ranks} - {nearby.rank}
     absent = {
         rank
         for call in calls
-        # A message has two ends only, so other ranks of its group are not absent.
+        # A message has only two ends, so other ranks of its group are not absent.
         if call.record.kind not in ("send", "recv")
         for rank in set(call.record.group_ranks) - came[_key(call.record)]
     }
+    # Absent ranks first, then ranks with a difference, then neighbours.
     order = sorted(
         others,
         key=lambda rank: (rank not in absent, rank not in differ, abs(rank - nearby.rank), rank),
@@ -126,8 +127,8 @@ def _ranks(
 
 
 def _key(record: CollectiveRecord) -> _Key:
-    """Return the key that the calls of one collective share; each message has its own."""
-    # Sends and receives have a tag in place of a sequence number, which several messages share.
+    """Return a key that is equal for all calls of a collective. Each message has its own key."""
+    # Sends and receives have a tag as sequence number, which several messages may share.
     message = f"{record.kind} {record.rank}" if record.kind in ("send", "recv") else ""
     return record.group, record.group_ranks, record.sequence, message
 
@@ -154,7 +155,6 @@ def _rows(
             "class": " ".join(["suspect"] * (call in suspects) + ["step"] * (call.when == "in")),
             "call": f"{record.kind} #{record.sequence}",
             "about": ", ".join(about),
-            # Without its folder, which is long and shared by most call sites.
             "site": f"{shown_name(record.file)}:{record.line}",
             "marks": [_mark(call, rank, came=here, refused=refused) for rank in ranks],
         }
@@ -164,9 +164,9 @@ def _rows(
 def _mark(
     call: NearCall, rank: int, *, came: set[int], refused: int | None
 ) -> tuple[int, str, str]:
-    """Return a rank, the CSS class of its mark at a call (empty for none), and its meaning."""
+    """Return a rank, the CSS class of its mark, and its meaning; both empty without a mark."""
     record = call.record
-    # A send and its receive are separate rows, so only the calling rank has a mark.
+    # Send and receive are separate rows, so only the calling rank has a mark.
     if rank not in record.group_ranks or (record.kind in ("send", "recv") and rank != record.rank):
         return rank, "", ""
     if rank not in came:
@@ -176,7 +176,7 @@ def _mark(
 
 
 def calls_table(log: EventLog, finding: Finding) -> tuple[Markup, str]:
-    """Return a table of the calls of all ranks around a finding, and how many it contains."""
+    """Render a table of all ranks' calls around a finding, and describe its extent."""
     total = len(log.collectives)
     first = first_shown(total, finding, most=CALLS_MAX)
     rows = []
@@ -204,9 +204,9 @@ def calls_table(log: EventLog, finding: Finding) -> tuple[Markup, str]:
 
 
 def first_shown(total: int, finding: Finding, *, most: int) -> int:
-    """Return the index of the first of at most `most` calls around a finding, out of `total`."""
+    """Return the first index of a window of at most `most` calls around a finding."""
     start = finding.call_start
     if start is None:
         start = total if finding.call_stop is None else finding.call_stop
-    # A quarter before the step, because the calls of the step itself matter most.
+    # Put only a quarter before the step, because the step's own calls matter most.
     return max(0, min(start - most // 4, total - most))

@@ -1,8 +1,7 @@
-"""JUnit XML of a run, in the form that GitLab, Jenkins and reporters for GitHub read.
+"""JUnit XML of a run, for GitLab, Jenkins and GitHub reporters.
 
-A case is a test and its file the class. Properties contain the summation order, schedule, timing
-and seed, the failure contains the report. A case that could not be judged is an error, a case that
-never ran is skipped.
+A case is a test, and its file is the test's class. A case that was not judged is an error, a case
+that did not run is skipped.
 """
 
 from __future__ import annotations
@@ -26,28 +25,28 @@ SUITE = "zero-sim"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TestCase:
-    """One case, or one invalid scenario file."""
+    """A case, or an invalid scenario file."""
 
-    # pytest would otherwise collect this class because of its name.
+    # Otherwise pytest would collect this class because of its name.
     __test__ = False
 
     name: str
     source: str
-    """Its file."""
+    """Scenario file."""
     seconds: float = 0.0
     outcome: str = "passed"
     """`passed`, `failure`, `error` or `skipped`."""
     kind: str = ""
     """Check of the first finding, or the kind of error."""
     message: str = ""
-    """First finding or error, in one line."""
+    """First finding or error, on one line."""
     text: str = ""
     """Full report."""
     properties: Mapping[str, str] = field(default_factory=dict)
 
 
 def case_of(result: CaseResult, *, scenario: Scenario, source: str, text: str) -> TestCase:
-    """Return the test of a judged case.
+    """Return a judged case as a test.
 
     Args:
         result: Its result.
@@ -55,7 +54,7 @@ def case_of(result: CaseResult, *, scenario: Scenario, source: str, text: str) -
         source: Its file.
         text: Full report.
     """
-    # An inconclusive case is a failure, because CI must not count it as a proof.
+    # An inconclusive case is a failure, so that CI does not count it as proof.
     world = scenario.world
     first = result.findings[0] if result.findings else None
     outcome = {"pass": "passed", "error": "error"}.get(result.verdict, "failure")
@@ -81,23 +80,23 @@ def case_of(result: CaseResult, *, scenario: Scenario, source: str, text: str) -
 
 
 def file_of(error: ScenarioError) -> TestCase:
-    """Return the test of an invalid scenario file."""
+    """Return an invalid scenario file as a test."""
     return TestCase(
         name=error.source,
         source=error.source,
         outcome="error",
         kind="zero_sim.scenario",
-        # One line, because viewers show the message in a list. The text has all problems.
+        # Only the first line, because viewers list messages. The text has all problems.
         message=str(error).partition("\n")[0],
         text=str(error),
     )
 
 
 def junit_xml(cases: Sequence[TestCase], *, seconds: float, started: str) -> bytes:
-    """Return the document.
+    """Return a run as XML.
 
     Args:
-        cases: Tests in the order of the run.
+        cases: Tests in run order.
         seconds: Time of the whole run.
         started: Start time in ISO 8601.
     """
@@ -108,7 +107,7 @@ def junit_xml(cases: Sequence[TestCase], *, seconds: float, started: str) -> byt
         "skipped": sum(case.outcome == "skipped" for case in cases),
     }
     sums = {name: str(count) for name, count in counts.items()} | {"time": f"{seconds:.3f}"}
-    # Totals on both levels, because some viewers read only one of them.
+    # Totals on both levels, because some viewers only read one level.
     root = ElementTree.Element("testsuites", {"name": SUITE, **sums})
     facts = {"name": SUITE, "timestamp": started, **sums}
     suite = ElementTree.SubElement(root, "testsuite", facts)
@@ -119,15 +118,15 @@ def junit_xml(cases: Sequence[TestCase], *, seconds: float, started: str) -> byt
 
 
 def write_junit(path: Path, document: bytes) -> None:
-    """Write the document, whole or not at all.
+    """Write a document atomically.
 
     Args:
-        path: The file; an existing one is replaced.
+        path: The file; an existing file is replaced.
         document: Bytes from `junit_xml`.
 
     Raises:
-        UsageError: The file cannot be written.
-        EnvironmentProblem: The disk is full.
+        UsageError: If the file cannot be written.
+        EnvironmentProblem: If the disk is full.
     """
     try:
         write_whole(path, document)
@@ -136,7 +135,7 @@ def write_junit(path: Path, document: bytes) -> None:
 
 
 def _element(case: TestCase) -> ElementTree.Element:
-    # Viewers group tests by the dots of the class name, as if it were a module.
+    # Viewers group tests by the dots in class names, as for Python modules.
     folder = Path(case.source).with_suffix("")
     element = ElementTree.Element(
         "testcase",
@@ -157,10 +156,10 @@ def _element(case: TestCase) -> ElementTree.Element:
         facts = {"message": printable(case.message)}
         if case.outcome != "skipped":
             facts["type"] = printable(case.kind)
-        # `printable` also spells out control characters, which XML 1.0 does not allow.
+        # `printable` escapes control characters, which XML 1.0 forbids.
         outcome = ElementTree.SubElement(element, case.outcome, facts)
         outcome.text = printable(case.text, lines=True)
-    # Passing cases too, because their notes list quantities that were not observed.
+    # For passing cases too, because their notes list unobserved quantities.
     if case.text:
         ElementTree.SubElement(element, "system-out").text = printable(case.text, lines=True)
     return element

@@ -1,4 +1,4 @@
-"""Ledgers as text: live bytes by moment and bytes sent, next to the closed forms."""
+"""Ledgers as text: live bytes by moment and sent bytes, next to the closed forms."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from zero_sim.report.amounts import aligned, bar, in_unit, unit_for
 from zero_sim.untrusted import printable
 
 MOMENTS_MAX = 60
-"""Moments to show of a step, those with the largest changes of the total."""
+"""Moments of a step to show. If there are more, choose those with the largest changes."""
 
 
 def render_memory_ledger(measured: Measured, row: MemoryRow) -> str:
-    """Render the first rank's memory, moment by moment, next to the closed forms.
+    """Render the first rank's memory by moment, next to the closed forms.
 
     Args:
         measured: The run.
-        row: Closed forms of its first rank.
+        row: The first rank's closed forms.
     """
+    # One unit for all columns, so that they can be compared.
     ledger = measured.ledgers[0]
     unit = unit_for([ledger.peak.total])
     held = row.footprint.held
@@ -29,7 +30,7 @@ def render_memory_ledger(measured: Measured, row: MemoryRow) -> str:
     table = [
         ["rank 0", "closed form", f"measured {unit[0]}", "at the peak", "at most", "in", "when"]
     ]
-    # Categories of the closed forms first, then those that only the run has.
+    # First the categories of the closed forms, then those that only the run has.
     for name in dict.fromkeys((*held, *ledger.categories)):
         most = ledger.peak_of(name)
         table.append(
@@ -88,7 +89,7 @@ def render_traffic_ledger(measured: Measured, row: TrafficRow, *, network: Netwo
 
 
 def measured_dict(measured: Measured, *, network: Network | None = None) -> dict[str, object]:
-    """Return the ledgers of a run, ready for JSON.
+    """Return a run's ledgers, ready for JSON.
 
     Args:
         measured: The run.
@@ -125,7 +126,7 @@ def chosen_moments(samples: Sequence[Sample]) -> Sequence[Sample]:
     """Return all moments, or the `MOMENTS_MAX` with the largest changes of the total."""
     if len(samples) <= MOMENTS_MAX:
         return samples
-    # Always the first moment, then the largest changes, in order of time.
+    # The first moment and the largest changes, in order of time.
     places = range(1, len(samples))
     changes = sorted(places, key=lambda i: -abs(samples[i].total - samples[i - 1].total))
     return [samples[i] for i in sorted({0, *changes[: MOMENTS_MAX - 1]})]
@@ -149,7 +150,7 @@ def _verdict(measured: Measured) -> list[str]:
     if not measured.is_costed:
         return [
             "The system does not declare its costs, so it is not checked against closed forms. "
-            "Memory without a declared category is named by the phase of its allocation."
+            "Memory without a declared category is listed under the phase that allocated it."
         ]
     found = list(measured.differences())
     if found:

@@ -1,4 +1,4 @@
-"""The score of the harness as text: a line per mutant, then totals by class and by flag."""
+"""The mutation score as text: a line per mutant, then totals by class and by flag."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def render_trial(trial: Trial, mutant: Mutant) -> str:
-    """Return one line for a mutant; if it survived, its description follows."""
+    """Return a mutant's line, followed by its description if it survived."""
+    # Capitals for what needs attention: a check or a case is missing.
     verdict = "killed" if trial.killed else "ERROR" if trial.error else "SURVIVED"
     by = f" by {trial.check}" if trial.killed else ""
     size = "" if trial.size is None else f", shrunk to {trial.size}"
@@ -25,7 +26,7 @@ def render_trial(trial: Trial, mutant: Mutant) -> str:
     if trial.killed:
         return head
     why = "".join(f"\n      {printable(line)}" for line in trial.error.splitlines())
-    # A mutant whose code never ran shows a gap in the cases, not in the checks.
+    # If a mutant's code never ran, the gap is in the cases, not in the checks.
     unarmed = "" if trial.armed else " (its code never ran)"
     return f"{head}{unarmed}\n      {mutant.description} [{mutant.seen_in}]{why}"
 

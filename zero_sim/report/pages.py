@@ -1,8 +1,4 @@
-"""Self-contained HTML pages: no font, no external resource, scripts only by their hash.
-
-Values in a page may come from strangers, so templates escape them and print control characters as
-text, because these could hide content. `Markup` is not escaped again: only templates create it.
-"""
+"""Self-contained HTML pages, without fonts or external resources; scripts run only by hash."""
 
 from __future__ import annotations
 
@@ -22,14 +18,15 @@ def render(template: str, **values: object) -> Markup:
 
     Args:
         template: File in `templates/`.
-        values: Variables of the template.
+        values: Template variables.
     """
+    # Templates escape all values except `Markup`, so only this module creates `Markup`.
     found = _environment().get_template(template, globals={"asset": asset})
     return Markup(found.render(values))
 
 
 def asset(name: str) -> Markup:
-    """Return one of our style sheets or scripts, without escaping."""
+    """Return a style sheet or script of this package, without escaping."""
     return Markup(_read(name))
 
 
@@ -37,8 +34,8 @@ def write_page(path: Path, page: str) -> None:
     """Write a page; an existing file is replaced.
 
     Raises:
-        UsageError: The file cannot be written.
-        EnvironmentProblem: The disk is full.
+        UsageError: If the file cannot be written.
+        EnvironmentProblem: If the disk is full.
     """
     try:
         # Names may contain lone surrogates, which UTF-8 cannot encode.
@@ -49,7 +46,7 @@ def write_page(path: Path, page: str) -> None:
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    # Strict, so that a missing variable is an error and not an empty place on the page.
+    # Strict, so that a missing variable raises instead of leaving a gap on the page.
     return jinja2.Environment(
         loader=jinja2.FunctionLoader(_source),
         autoescape=True,
@@ -59,12 +56,14 @@ def _environment() -> jinja2.Environment:
 
 
 def _spelled_out(value: object) -> str:
+    # Values may come from strangers, and control characters could hide content, so print them as
+    # text.
     return value if isinstance(value, Markup) else printable(str(value), lines=True)
 
 
 def _source(name: str) -> str:
-    # Browsers show a line break between inline elements as a blank. As a comment of jinja2, it is
-    # removed, and errors still name the right line.
+    # Browsers show a line break between inline elements as a blank. Put it into a jinja2 comment,
+    # which is removed, so that errors still report the right line.
     return "{#\n#}".join(line.strip() for line in _read(name).splitlines())
 
 

@@ -1,4 +1,4 @@
-"""The tables that are not about cases: their rows as records, and as text."""
+"""Tables of `doctor` and `bench`: rows as records, and as text."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from zero_sim.report.amounts import aligned
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """One figure of a benchmark, with its goal."""
+    """A benchmark's figure, with its goal."""
 
     name: str
     value: float
     unit: str
     goal: float | None = None
-    """Goal in the same unit; None if there is none."""
+    """Goal in the same unit, if any."""
     ok: bool | None = None
     """True if the goal is reached; None without a goal."""
     at_least: bool = False
-    """True if the goal is a lower bound, else it is an upper bound."""
+    """True if the goal is a lower bound, False for an upper bound."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorseRatio:
-    """A ratio of a benchmark that got worse."""
+    """A benchmark's ratio that got worse."""
 
     name: str
     value: float
@@ -35,7 +35,7 @@ class WorseRatio:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fact:
-    """One fact about this machine."""
+    """A fact about this machine, such as a version."""
 
     name: str
     value: str
@@ -43,7 +43,7 @@ class Fact:
     note: str = ""
     """Features that need it, and the remedy."""
     required: bool = False
-    """True if nothing can run without it."""
+    """True if zero_sim cannot run without it."""
 
 
 def render_facts(facts: Sequence[Fact]) -> str:

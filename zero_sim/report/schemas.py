@@ -1,7 +1,7 @@
-"""JSON Schemas of the output of commands with `--json`, derived from the records.
+"""JSON Schemas of commands' `--json` output, derived from the records.
 
-Every object contains `VERSION` as `schema`. Raise it if a field is removed or changes its meaning;
-new fields do not raise it.
+Every output contains `VERSION` as `schema`. Raise it if a field is removed or changes its meaning,
+but not for a new field.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _STATUS: Node = {
 
 
 def output_schema(command: str) -> Node:
-    """Return the JSON Schema of the output of a command with `--json`.
+    """Return the JSON Schema of a command's `--json` output.
 
     Args:
-        command: Name of the command, one of `COMMANDS`.
+        command: One of `COMMANDS`.
     """
     properties = {
         "schema": {"const": VERSION, "description": "Version of this schema."},
@@ -50,7 +50,7 @@ def output_schema(command: str) -> Node:
 
 
 def versioned(value: Mapping[str, object]) -> dict[str, object]:
-    """Add the version of the schema to the output of a command."""
+    """Add the schema version to a command's output."""
     return {"schema": VERSION, **value}
 
 
@@ -60,8 +60,8 @@ def _run() -> Node:
         {
             **record_schema(CaseResult)["properties"],
             "source": _described(_TEXT, "The scenario file."),
-            "reproduce": _described(_TEXT, "The command that runs this case alone."),
-            "bundle": _described(_or_null(_TEXT), "Id of its bundle; null if there is none."),
+            "reproduce": _described(_TEXT, "Command that runs only this case."),
+            "bundle": _described(_or_null(_TEXT), "Bundle id; null if there is none."),
         }
     )
     return {
@@ -80,19 +80,20 @@ def _replay() -> Node:
     return {
         "id": _TEXT,
         "outcome": {"enum": ["fixed", "failed", "error"]},
-        "same": _described(_FLAG, "True if the first finding is the one in the bundle."),
-        "same_events": _described(_or_null(_FLAG), "Null for real processes: not known."),
+        "same": _described(_FLAG, "True if the bundle has the same first finding."),
+        "same_events": _described(_or_null(_FLAG), "Null if unknown, as for real processes."),
         "then": finding,
         "now": _or_null(finding),
         "differences": list_of(_TEXT),
         "result": record_schema(CaseResult),
         "exit_status": _STATUS,
         "frozen": _or_null(_TEXT),
-        "replay": _described(_TEXT, "The command that repeats it."),
+        "replay": _described(_TEXT, "Command that repeats the replay."),
     }
 
 
 def _explain() -> Node:
+    # For a bundle, its finding too; null if a check is explained.
     return {
         **record_schema(Explanation)["properties"],
         "bundle": _or_null(_TEXT),
@@ -102,6 +103,7 @@ def _explain() -> Node:
 
 
 def _shrink() -> Node:
+    # Imported here, because it imports torch, which most schemas do not need.
     from zero_sim.shrink import Size
 
     size = record_schema(Size)
@@ -135,11 +137,11 @@ def _fuzz() -> Node:
         "busy_seconds": _SECONDS,
         "verdicts": _COUNTS,
         "params_only": _described(
-            _COUNT, "Cases that pass with neither an averaged gradient nor optimizer state."
+            _COUNT, "Passes without an averaged gradient or optimizer state compared."
         ),
-        "failing_cases": _described(_COUNTS, "Cases by the key of their finding."),
+        "failing_cases": _described(_COUNTS, "Failing cases by key of the finding."),
         "inconclusive_cases": _described(_COUNTS, "Inconclusive cases by check."),
-        "unobserved": _described(_COUNTS, "Cases by quantity that the target did not report."),
+        "unobserved": _described(_COUNTS, "Cases by quantity that the target does not report."),
         "taken": _described(
             list_of(_TEXT), "Rules that were inferred because the target declares none."
         ),
@@ -173,7 +175,7 @@ def _fuzz() -> Node:
 def _coverage() -> Node:
     share: Node = {"type": ["number", "null"]}
     ids: Node = {"type": "object", "additionalProperties": list_of(_TEXT)}
-    # Two forms: the short one always, the long one with --coverage.
+    # A short form, and a long form for --coverage.
     always = {
         "cases": _described(_COUNT, "Cases with known features."),
         "features": _described(_COUNTS, "Cases by feature."),
@@ -182,15 +184,15 @@ def _coverage() -> Node:
         "new_pair_share": _described(share, "Estimated share of further cases with a new pair."),
         "new_pairs_a_case": _described(share, "Estimated number of new pairs in the next case."),
         "pairs_left_min": _described(
-            _or_null(_COUNT), "Estimated lower bound of possible pairs not yet met."
+            _or_null(_COUNT), "Estimated lower bound for possible pairs not yet met."
         ),
     }
     on_demand = {
         "features_never": list_of(_TEXT),
-        "pairs": _described(_COUNTS, "Cases by two features, joined by ` + `."),
+        "pairs": _described(_COUNTS, "Cases by pair of features, joined by ` + `."),
         "pairs_never": _described(
             {"type": "object", "additionalProperties": {"type": "number"}},
-            "Expected cases of pairs never met, if features were independent.",
+            "Expected cases with pairs that were never met, if features were independent.",
         ),
         "mutants": _described(_COUNT, "Mutants with a recorded smallest case."),
         "mutants_by_feature": _described(ids, "Mutants whose smallest case has the feature."),
@@ -217,7 +219,7 @@ def _mutants() -> Node:
     }
 
 
-# Settings in each row of a calculator.
+# Settings in each row of the calculators.
 _WAY: dict[str, Node] = {
     "model": _TEXT,
     "params": _COUNT,
@@ -229,19 +231,19 @@ _WAY: dict[str, Node] = {
 
 
 def _memory() -> Node:
-    held = _described(_COUNTS, "Resident bytes of a rank between two steps: by category, `total`.")
+    held = _described(_COUNTS, "Resident bytes per rank between steps, by category and `total`.")
     of_step: Node = {"type": "object", "additionalProperties": _COUNTS}
     row = object_of(
         {
             **_WAY,
             "bytes_per_rank": held,
-            "on_cpu": _described(_COUNT, "Bytes of the total that are offloaded to the CPU."),
+            "on_cpu": _described(_COUNT, "Bytes offloaded to the CPU, included in the total."),
             "within_step": _described(of_step, "Additional bytes within a step, by moment."),
             "peak": _COUNT,
             "peak_at": _TEXT,
-            "saved": _described(_NUMBER, "Share of the bytes of stage 0."),
+            "saved": _described(_NUMBER, "Share saved, relative to stage 0."),
             "saved_of_one_device": _described(
-                _NUMBER, "Share of the bytes of one device that frees gradients."
+                _NUMBER, "Share saved, relative to one device that frees gradients."
             ),
         }
     )
@@ -255,7 +257,7 @@ def _memory() -> Node:
         "rows": list_of(row),
         "single_device": _described(_or_null(alone), "One device without buffers."),
         "limits": _described(
-            list_of(limit), "For several numbers of ranks with a number of params."
+            list_of(limit), "If a number of params and several numbers of ranks are given."
         ),
         "measured": _measured(),
     }
@@ -294,7 +296,7 @@ def _measured() -> Node:
     rank = object_of(
         {
             **dict.fromkeys(("rank", "peak"), _COUNT),
-            "bytes": _described(_COUNTS, "Between two steps, by category."),
+            "bytes": _described(_COUNTS, "Resident bytes between steps, by category."),
             "peak_bytes": _COUNTS,
             "peak_at": _TEXT,
             "unreported": _described(list_of(_TEXT), "Categories that the system does not report."),
@@ -323,9 +325,9 @@ def _fingerprint() -> Node:
         "steps": _NUMBER,
         **dict.fromkeys(("copies", "overlapping", "calls"), _COUNT),
         "odd": list_of(_TEXT),
-        "sizes": _described(list_of(size), "Calls by the size of their messages."),
+        "sizes": _described(list_of(size), "Calls by message size."),
     }
-    return {"fingerprints": _described(list_of(object_of(found)), "Of each file, by name.")}
+    return {"fingerprints": _described(list_of(object_of(found)), "A fingerprint per file.")}
 
 
 def _rules() -> Node:
@@ -342,16 +344,16 @@ def _rules() -> Node:
         "unclear": _described(list_of(_TEXT), "Rules that could not be determined, with reasons."),
         "left_out": _described(
             {"type": "object", "additionalProperties": _TEXT},
-            "Settings that the target does not support, with the reason.",
+            "Settings that the target does not support, with reasons.",
         ),
         "contradicted": _described(list_of(_TEXT), "Contradictions to the target's declaration."),
         "limits": _described(
             {"type": "object", "additionalProperties": list_of(_TEXT)},
-            "Names of refused cases, by the target's own check of sizes.",
+            "Names of refused cases, by the reason that the target's own size check gave.",
         ),
         "alarms": _described(
             list_of(_TEXT),
-            "Signs of a bug, such as several ranks that no known rule fits. If there are any, do "
+            "Signs of a bug, for example if no known rule fits several ranks. If there are any, do "
             "not declare these results.",
         ),
         "cases": _described(_COUNT, "Number of runs."),
@@ -411,31 +413,31 @@ def object_of(properties: Mapping[str, Node]) -> Node:
     }
 
 
-# Fields with tensors, event logs and cases, which `as_dict` omits.
+# Fields that `as_dict` omits: tensors, event logs and cases.
 _NOT_TOLD = ("evidence", "logs", "twin")
 
 
 def record_schema(cls: type) -> Any:
-    """Return the schema of a record, with the docstrings of its fields as descriptions."""
+    """Return the schema of a record, with its field docstrings as descriptions."""
     from pydantic import ConfigDict, TypeAdapter
 
-    # Types of the fields in `_NOT_TOLD`. Their modules import them for type checkers only, and
-    # pydantic looks up missing names in this frame.
+    # Modules of records import these names for type checkers only. pydantic looks up missing names
+    # in this frame.
     Tensor = EventLog = Scenario = object  # noqa: F841
-    # In a tuple, because pydantic refuses a config for a type that can have its own.
+    # In a tuple, because pydantic refuses a config for a type that can have its own config.
     adapter = TypeAdapter(tuple[cls], config=ConfigDict(use_attribute_docstrings=True))
     defs = adapter.json_schema(mode="serialization")["$defs"]
     return _inlined(defs[cls.__name__], defs)
 
 
 def _inlined(node: Any, defs: Mapping[str, Node]) -> Any:
-    """Return a node of pydantic with references resolved and all fields required."""
-    # Fields with defaults are printed too, so consumers may rely on them.
+    """Resolve references in a pydantic node, and make all fields required."""
+    # Fields with defaults are always printed, so consumers may rely on them.
     if isinstance(node, list):
         return [_inlined(each, defs) for each in node]
     if not isinstance(node, dict):
         return node
-    # Inlined, so that a reader of one schema needs no other definitions.
+    # Inlined, so that a schema contains no references.
     if "$ref" in node:
         found = defs[node["$ref"].rpartition("/")[2]]
         return _inlined({**found, **{k: v for k, v in node.items() if k != "$ref"}}, defs)

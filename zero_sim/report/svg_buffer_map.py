@@ -1,4 +1,4 @@
-"""The buffer map as SVG for the HTML report, as wide as the screen."""
+"""The buffer map as SVG."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 ROW = 22
 GAP = 4
 DETAIL_ELEMS = 96
-"""Elements of the second picture, which shows the first difference with its surroundings."""
+"""Elements in the second picture, which shows the first difference and its surroundings."""
 
 _TOP = 18
-# Pixels of a picture on a large screen and on a small one.
+# Picture width on a large and on a small screen, in pixels.
 _WIDE, _NARROW = 900, 260
 _CHAR_WIDTH = 7
-# Units of the view box of an SVG file; names of rows take up the left part.
+# View box of an SVG file. Row names take up the left part.
 _FILE_WIDTH, _FILE_LEFT = 960, 64
 _ROWS = ("bucket", "rank", "param", "differs")
 _HEIGHT = _TOP + len(_ROWS) * (ROW + GAP)
@@ -35,14 +35,14 @@ class _Frame:
     stop: int
 
     def x(self, element: int) -> float:
-        """Left edge of an element, in percent of the width."""
+        """Return an element's left edge, in percent of the width."""
         inside = min(max(element, self.start), self.stop) - self.start
         return inside * 100 / (self.stop - self.start)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Span:
-    """Elements of the buffer, as a box in one row."""
+    """Buffer elements, as a box in a row."""
 
     start: int
     stop: int
@@ -56,9 +56,12 @@ class _Span:
 
 
 def buffer_map_pictures(buffer_map: BufferMap) -> Markup:
-    """Return the buffer map; if it is large, the first difference and its surroundings below it."""
+    """Draw a buffer map for a page, as wide as the screen.
+
+    Below a large map, a second picture shows the first difference and its surroundings.
+    """
     frames = [_Frame(start=buffer_map.start, stop=buffer_map.stop)]
-    # A second picture only if it shows clearly more detail than the first.
+    # Only draw a second picture if it shows clearly more detail.
     if buffer_map.stop - buffer_map.start > 2 * DETAIL_ELEMS and buffer_map.differ:
         start = max(buffer_map.start, buffer_map.differ[0][0] - DETAIL_ELEMS // 4)
         start = max(buffer_map.start, min(start, buffer_map.stop - DETAIL_ELEMS))
@@ -81,14 +84,14 @@ def buffer_map_pictures(buffer_map: BufferMap) -> Markup:
 
 
 def buffer_map_svg(buffer_map: BufferMap, *, title: str) -> str:
-    """Draw the buffer map as an SVG file, which follows the reader's dark mode.
+    """Draw a buffer map as an SVG file that supports dark mode.
 
     Args:
-        buffer_map: Buffer map of a finding.
+        buffer_map: The map.
         title: Text for screen readers.
     """
     frame = _Frame(start=buffer_map.start, stop=buffer_map.stop)
-    # Baselines of the text in the rows.
+    # y is the text's baseline.
     rows = [
         {"name": name, "y": y + 15}
         for name, y in zip(_ROWS, (_BUCKET, _RANK, _PARAM, _DIFFERS), strict=True)
@@ -108,7 +111,7 @@ def buffer_map_svg(buffer_map: BufferMap, *, title: str) -> str:
 
 def _ruler(frame: _Frame) -> Iterator[tuple[str, str]]:
     numel = frame.stop - frame.start
-    # As many offsets as fit next to each other on a small screen.
+    # As many offsets as fit on a small screen.
     count = max(2, _NARROW // (_CHAR_WIDTH * (len(f"{frame.stop:,}") + 1)))
     step = max(1, -(-numel // min(8, count)))
     for offset in range(frame.start, frame.stop, step):
@@ -127,7 +130,7 @@ def _parts(buffer_map: BufferMap) -> Iterator[_Span]:
         title += f"[{start}, {stop})"
         hue = _hue(shard.ranks[0])
         yield _Span(start=start, stop=stop, y=_RANK, title=title, label=ranks, hue=hue)
-    # Fragments of one param have the same colour, offset from those of ranks.
+    # All fragments of a param have the same colour. The offset 2 keeps it apart from rank colours.
     numbers: dict[str, int] = {}
     for piece in buffer_map.pieces:
         start, stop, name = piece.start, piece.stop, piece.param
@@ -146,15 +149,15 @@ def _marks(buffer_map: BufferMap) -> Iterator[_Span]:
         height = _HEIGHT - _TOP
         yield _Span(start=start, stop=stop, y=_TOP, class_="veil", height=height)
         title = f"differs: elements [{start}, {stop})"
-        # The mark has an outline of some pixels, so that a single element stays visible.
+        # An outline of some pixels keeps the mark of a single element visible.
         yield _Span(start=start, stop=stop, y=_DIFFERS, title=title, class_="differs")
 
 
 def _placed(span: _Span, frame: _Frame) -> dict[str, object]:
-    """Return the variables of a span for the template."""
-    # Positions are in percent, because the picture is as wide as the screen.
+    """Return a span's variables for the template."""
+    # In percent, because the picture is as wide as the screen.
     left, width = frame.x(span.start), frame.x(span.stop) - frame.x(span.start)
-    # Characters that fit on a large screen; the template clips labels on smaller ones.
+    # Characters that fit on a large screen. On smaller screens, the template clips labels.
     room = int((width * _WIDE / 100 - 6) / _CHAR_WIDTH)
     label = span.label
     if room <= 0 or room < min(len(label), 4):
@@ -172,6 +175,6 @@ def _placed(span: _Span, frame: _Frame) -> dict[str, object]:
 
 
 def _hue(number: int) -> int:
-    """Return a hue in degrees, far from the hues of neighbouring numbers."""
+    """Return a hue in degrees, far from those of neighbouring numbers."""
     # Multiples of the golden angle, 137 degrees, spread evenly.
     return number * 137 % 360

@@ -1,4 +1,4 @@
-"""Swim lanes of ranks as SVG: who waits for whom in a deadlock, and the missing wait of a race."""
+"""Swim lanes of ranks as SVG: waiting ranks in a deadlock, and the missing wait in a race."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from zero_sim.sim import EventLog
 
 RANKS_MAX = 8
-"""Lanes drawn; of more ranks, absent ones first."""
+"""Lanes to draw. If there are more ranks, prefer absent ranks."""
 _ABSENT_MAX = 4
 _LANE, _BOX = 34, 24
-"""Pixels of a lane and of a box in it."""
+"""Height of a lane, and of a box in it, in pixels."""
 _PAST, _LATEST, _ARROWS = 24.0, 40.0, 12.0
-"""Percent of the width: each earlier call, the latest one, and the arrows."""
+"""Width of each earlier call, the latest call, and the arrows, in percent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Box:
-    """A call or an access in a lane; `x` and `width` in percent of the picture's width."""
+    """A call or memory access in a lane; `x` and `width` in percent of the picture."""
 
     x: float
     width: float
@@ -43,24 +43,25 @@ class _Box:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Arrow:
-    """Waiting ranks and the rank that they wait for."""
+    """An arrow from waiting ranks to the rank that they wait for."""
 
     x: float
-    """Of the upright part, in percent."""
+    """Position of the vertical part, in percent."""
     tails: Sequence[float]
-    """Heights where it begins, one for each waiting rank."""
+    """Height of each waiting rank's tail."""
     head: float
 
 
 def draw_lanes(log: EventLog, finding: Finding) -> Markup | None:
-    """Draw a deadlock or a data race; None for other findings.
+    """Draw a deadlock or a data race.
 
     Args:
-        log: Event log of the world that ended with it.
+        log: Event log of the finding's world.
         finding: The finding.
 
     Returns:
-        None also if the log lacks the calls, as that of a deadlock outside of collectives does.
+        None for other findings, and if the log lacks the calls, as for a deadlock outside of
+        collectives.
     """
     if finding.check in (Check.WORLD_DEADLOCK, Check.WORLD_STALLED_BY_PLAN):
         return _draw_deadlock(log)
@@ -70,7 +71,7 @@ def draw_lanes(log: EventLog, finding: Finding) -> Markup | None:
 
 
 def _draw_deadlock(log: EventLog) -> Markup | None:
-    # Moments name calls by their place in the log, so none may be missing here.
+    # Moments refer to calls by position in the log, so include all calls.
     timeline = read_timeline(log, with_harness=True)
     awaited = _awaited(log, timeline.calls)
     if not awaited:
@@ -80,7 +81,7 @@ def _draw_deadlock(log: EventLog) -> Markup | None:
         for rank, calls in awaited.items()
     }
     absent = sorted(set(chain.from_iterable(missing.values())))
-    # Those that wait for nobody are why the others wait.
+    # First the ranks that do not wait themselves, because they are the cause.
     absent.sort(key=lambda rank: rank in awaited)
     others = [rank for rank in (*awaited, *range(timeline.world_size)) if rank not in absent]
     ranks = sorted(list(dict.fromkeys([*absent[:_ABSENT_MAX], *others]))[:RANKS_MAX])
@@ -99,7 +100,7 @@ def _draw_deadlock(log: EventLog) -> Markup | None:
         _Arrow(
             x=100 - _ARROWS + _ARROWS * (index + 1) / (len(shown) + 1),
             tails=[ranks.index(r) * _LANE + 7 for r in ranks if rank in missing.get(r, ())],
-            # Below the tail of a rank that waits itself.
+            # Below the tail, because this rank may wait, too.
             head=ranks.index(rank) * _LANE + 17,
         )
         for index, rank in enumerate(shown)
@@ -115,7 +116,7 @@ def _draw_deadlock(log: EventLog) -> Markup | None:
 
 
 def _awaited(log: EventLog, calls: Sequence[CallSpan]) -> Mapping[int, Sequence[CallSpan]]:
-    """Return the unfinished calls that each rank waits for, or made last if no wait is known."""
+    """Return the unfinished calls that each rank waits for, or its last if no wait is logged."""
     begun = {moment.record for moment in log.moments if moment.what == "wait"}
     unfinished: dict[int, list[tuple[bool, CallSpan]]] = {}
     for index, call in enumerate(calls):
@@ -128,7 +129,7 @@ def _awaited(log: EventLog, calls: Sequence[CallSpan]) -> Mapping[int, Sequence[
 
 
 def _missing(call: CallSpan) -> set[int]:
-    """Return the ranks that did not come to a call."""
+    """Return the members that did not come to a call."""
     if call.record.kind in ("send", "recv"):
         return set() if call.peer is None else {call.peer}
     return set(call.record.group_ranks) - set(call.came)
@@ -137,9 +138,10 @@ def _missing(call: CallSpan) -> set[int]:
 def _lane(
     lane: int, calls: Sequence[CallSpan], *, awaited: Sequence[CallSpan], is_absent: bool
 ) -> Iterator[_Box]:
-    """Yield a rank's last calls; the last box is the awaited call, or empty if there is none."""
+    """Yield boxes for a rank's last calls, ending with its awaited call or an empty box."""
     y, x = lane * _LANE, (LATEST_CALLS - 1) * _PAST
     past = [call for call in calls if call not in awaited][1 - LATEST_CALLS :]
+    # From right to left, so that the latest calls of all ranks are aligned.
     for index, call in enumerate(reversed(past), start=1):
         yield _call_box(call, x=x - index * _PAST, width=_PAST, y=y)
     for call in awaited:
@@ -158,6 +160,7 @@ def _call_box(call: CallSpan, *, x: float, width: float, y: float) -> _Box:
 
 
 def _draw_race(log: EventLog, finding: Finding) -> Markup | None:
+    # The finding refers to the call only in its message.
     calls = [call for call in read_timeline(log).calls if call.record.rank == finding.rank]
     found = [
         index

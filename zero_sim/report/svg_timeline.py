@@ -1,4 +1,4 @@
-"""The timeline of a run as SVG: ranks as rows, calls as spans, for the HTML report."""
+"""The timeline of a run as SVG, with ranks as rows and calls as spans."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from zero_sim.sim import CollectiveRecord, EventLog
 
 CALLS_MAX = 600
-"""Calls to draw. If the log is longer, those around the finding."""
+"""Calls to draw. If the log is longer, draw those around the finding."""
 RANKS_MAX = 32
 
 _LANES_MAX = 8
@@ -27,17 +27,17 @@ _CHAR_WIDTH = 6
 def draw_timeline(
     log: EventLog, finding: Finding | None, *, suspects: Collection[int] = ()
 ) -> tuple[Markup, str]:
-    """Draw the calls of all ranks around a finding.
+    """Draw all ranks' calls around a finding.
 
     Args:
-        log: Log of the world of the finding.
+        log: Log of the finding's world.
         finding: The finding, whose step is shaded; None to draw the first calls.
-        suspects: Indices of calls in the log, to be marked on all their ranks.
+        suspects: Log indices of calls to mark, on all their ranks.
 
     Returns:
-        The picture, and the number of calls and ranks in it.
+        The picture, and a description of its extent.
     """
-    # Findings and suspects refer to calls by their position in the log, so read all calls.
+    # Findings and suspects refer to calls by position in the log, so include all calls.
     timeline = read_timeline(log, with_harness=True)
     first, last = _window(len(timeline.calls), finding)
     calls = [
@@ -45,7 +45,7 @@ def draw_timeline(
         for index, call in enumerate(timeline.calls[first:last], start=first)
         if not call.of_harness or index in suspects
     ]
-    # Calls of the harness are not drawn, except suspects, so they are not counted.
+    # Harness calls are only drawn if suspect, so do not count them.
     total = len(timeline.calls) - sum(call.of_harness for call in timeline.calls)
     ranks = _ranks(timeline.world_size, finding)
     start = calls[0].issue_tick if calls else 0
@@ -90,7 +90,7 @@ def draw_timeline(
 
 
 def _key(record: CollectiveRecord) -> tuple[object, ...]:
-    """Return the key that the calls of one collective share."""
+    """Return a key that is equal for all calls of a collective."""
     return record.group, record.group_ranks, record.sequence, record.kind
 
 
@@ -105,7 +105,7 @@ def _window(total: int, finding: Finding | None) -> tuple[int, int]:
 
 def _ranks(world_size: int, finding: Finding | None) -> list[int]:
     """Return all ranks, or the `RANKS_MAX` around the finding's."""
-    # The finding's rank is in the middle, as far as the world allows.
+    # Center on the finding's rank, if possible.
     first = 0
     if world_size > RANKS_MAX and finding is not None and finding.rank is not None:
         first = max(0, min(finding.rank - RANKS_MAX // 2, world_size - RANKS_MAX))
@@ -113,26 +113,23 @@ def _ranks(world_size: int, finding: Finding | None) -> list[int]:
 
 
 def _end(call: CallSpan, stop: int) -> int:
-    """Return the tick of a call's end; the end of the run if it never completed."""
-    # At least one tick, so that a call without a wait is visible.
+    """Return the tick of a call's end, or of the run's end if it never completed."""
+    # At least a tick, so that a call without a wait is visible.
     if call.land_tick is not None:
         return max(call.land_tick, call.issue_tick + 1)
     return call.issue_tick + 1 if call.completed else stop
 
 
 def _placed(calls: Sequence[CallSpan], rank: int, stop: int) -> Sequence[tuple[CallSpan, int, int]]:
-    """Return the calls of one rank with their end ticks and lanes.
-
-    Calls in flight together get different lanes. If there are too few lanes, a call in the last
-    lane is drawn up to the start of the next one.
-    """
+    """Return a rank's calls with end ticks and lanes. Overlapping calls get different lanes."""
+    # `free` has the tick from which each lane is free.
     free = [0] * _LANES_MAX
     placed: list[tuple[CallSpan, int, int]] = []
     for call in calls:
         if call.record.rank != rank:
             continue
         start, end = call.issue_tick, _end(call, stop)
-        # `free` has the tick from which each lane is free.
+        # If no lane is free, end the call in the last lane where this call starts.
         lane = next((i for i, tick in enumerate(free) if tick <= start), _LANES_MAX - 1)
         if free[lane] > start:
             last = max(i for i, (_, _, other) in enumerate(placed) if other == lane)
@@ -173,7 +170,7 @@ def _span(
     landed = "never" if call.land_tick is None else str(call.land_tick)
     ended = "" if call.land_tick is None and call.completed else f", over at {landed}"
     came = ", ".join(map(str, call.came))
-    # At least 1.5 units wide, and a gap of 0.5 between neighbours.
+    # At least 1.5 units wide, with a gap of 0.5 between neighbours.
     width = max(1.5, right - left - 0.5)
     return {
         "x": f"{left:.2f}",

@@ -1,8 +1,4 @@
-"""Results as plain text for a terminal or a CI log: pure functions from records to strings.
-
-Text is ASCII, so that no locale or log viewer can break a report. Foreign strings such as names
-pass through `printable`, so they cannot start a line of their own.
-"""
+"""Results as plain ASCII text for terminals and CI logs: pure functions from records to strings."""
 
 from __future__ import annotations
 
@@ -27,11 +23,11 @@ if TYPE_CHECKING:
     from zero_sim.sim import EventLog
 
 MARKS = {"pass": "PASS", "fail": "FAIL", "inconclusive": "INCONCLUSIVE", "error": "ERROR"}
-"""First word of the line of a case, by verdict."""
+"""First word of a case's line, by verdict."""
 
 FINDINGS_SHOWN = 5
-"""Findings printed in full for one case. The first one is nearly always the cause."""
-# A screen or two: JSON and bundles contain the rest.
+"""Findings to print in full for a case. The first is nearly always the cause."""
+# About two screens. JSON and bundles contain the rest.
 DETAIL_LINES_MAX = 60
 CASE_LINES_MAX = 40
 
@@ -42,7 +38,7 @@ _STOPPED = {
     None: "",
 }
 
-# Values compared after every step if a target reports them, in the order of computation.
+# Values that are compared after every step, if reported. In order of computation.
 _OBSERVABLE = (
     "losses",
     "reduced gradients",
@@ -58,16 +54,16 @@ _ID_WIDTH_MAX = 72
 _ID_CHARS_MIN = 12
 _UPDATES = (Check.EQUALITY_STATE, Check.EQUALITY_MASTER, Check.EQUALITY_PARAMS)
 _ROUNDING_ULP_MAX = 4
-"""A hint, no tolerance: findings within it are findings as all others."""
+"""Limit for a hint. This is no tolerance: a finding within it is still a finding."""
 _TEXT_WIDTH = 100
 
 
 def count_verdicts(verdicts: Mapping[str, int], *, params_only: int) -> str:
-    """Return cases by verdict, as in `17 pass (12 by params only)`; empty if there are none.
+    """Return counts by verdict, such as `17 pass (12 by params only)`; empty without cases.
 
     Args:
-        verdicts: Cases by verdict.
-        params_only: Passes with neither an averaged gradient nor optimizer state compared.
+        verdicts: Number of cases by verdict.
+        params_only: Number of passes with scope `params-only`.
     """
     counts = {name: f"{count} {name}" for name, count in sorted(verdicts.items())}
     if params_only:
@@ -81,12 +77,12 @@ def id_width(ids: Iterable[str]) -> int:
 
 
 def render_case_line(result: CaseResult, *, width: int = 0, columns: int | None = None) -> str:
-    """Return the line of a case: mark, id, time, and the amount compared.
+    """Return a case's line: mark, id, time, and the amount compared.
 
     Args:
         result: The result.
-        width: Characters of the id column.
-        columns: Characters of the terminal. Ids are shortened to fit; None for no limit.
+        width: Width of the id column.
+        columns: Terminal width. Ids are shortened to fit; None for no limit.
     """
     if result.verdict == "error":
         outcome = (result.error.splitlines() or ["not judged"])[0]
@@ -95,13 +91,13 @@ def render_case_line(result: CaseResult, *, width: int = 0, columns: int | None 
         if result.collectives:
             outcome += f", {_count(result.collectives, 'collective')}"
     mark = MARKS[result.verdict]
-    # Such a pass proves less, so its line shows this.
+    # Such a pass proves less, so mark it.
     if result.passes_by_params_only:
         mark += " (params only)"
     rest = f"  {result.seconds:>8.3f} s  {outcome}"
     name = printable(result.id)
     if columns is not None:
-        # In a very narrow terminal the line wraps, because a shorter id would be of no use.
+        # In a very narrow terminal, let the line wrap: a shorter id would be useless.
         room = max(columns - len(f"{mark:<5} {rest}"), _ID_CHARS_MIN)
         name, width = cut_middle(name, room), min(width, room)
     return printable(f"{mark:<5} {name:<{width}}{rest}")
@@ -117,26 +113,25 @@ def render_case(
     replay: str = "",
     with_notes: bool = True,
 ) -> str:
-    """Return the line of a case and its report: findings, buffer map, calls, notes and commands.
+    """Return a case's line and report: findings, buffer map, calls, notes and commands.
 
     Args:
-        result: The result; calls are shown if it has event logs.
-        width: Characters of the id column.
-        columns: Characters of the terminal, for the first line; None for no limit.
+        result: The result. Calls are shown if it has event logs.
+        width: Width of the id column.
+        columns: Terminal width, for the first line; None for no limit.
         case: The case as TOML, shown if it failed.
-        reproduce: Command that runs this case alone, shown unless the case passed.
-        replay: Command that replays exactly this run; empty if there is none.
-        with_notes: True to show the notes of a case that passed.
+        reproduce: Command that runs only this case, shown unless it passed.
+        replay: Command that replays exactly this run; may be empty.
+        with_notes: True to show notes of a passing case, too.
     """
     lines = [render_case_line(result, width=width, columns=columns)]
     if result.verdict == "error":
         lines.extend(f"      {line}" for line in result.error.splitlines()[1:])
     shown = result.findings[:FINDINGS_SHOWN]
-    # Calls for the first finding only: later ones are mostly its consequences.
+    # Later findings may be consequences of the first, so only the first gets calls and a hint.
     for index, finding in enumerate(shown):
         around = result.logs if index == 0 and result.verdict == "fail" else ()
         block = _finding_lines(finding, result.strip, logs=around, notes=result.notes)
-        # Later findings may only follow from the first one.
         block += _rounding_hint(finding) if index == 0 else []
         lines.extend(f"  {line}" if line else "" for line in block)
     # After the findings: notes, the case, and commands to reproduce, replay and explain.
@@ -157,14 +152,14 @@ def render_case(
 
 
 def _rounding_hint(finding: Finding) -> list[str]:
-    """Return what to declare if an update differs from torch's by as little as a formula rounds."""
+    """Return a hint if an update differs from torch's by a few ulp, like another formula."""
     if finding.check not in _UPDATES or finding.ulp is None or "own rule" in finding.detail:
         return []
     if finding.ulp > _ROUNDING_ULP_MAX:
         return []
     return [
-        "  hint: a formula of your own may round differently from torch's. If the optimizer is",
-        "  hand-written, declare it as `reference_step`: docs/targets.md",
+        "  hint: a hand-written optimizer may round differently from torch's. If this is yours,",
+        "  declare it as `reference_step`: docs/targets.md",
     ]
 
 
@@ -175,13 +170,13 @@ def _finding_lines(
     logs: Sequence[EventLog],
     notes: Sequence[str],
 ) -> list[str]:
-    """Return a finding, its buffer map if there is one, and the calls around it."""
+    """Return a finding with its buffer map and the calls around it."""
     lines = render_finding(finding).splitlines()
     if buffer_map is not None and buffer_map.check == finding.check:
         lines.extend(f"  {line}" for line in draw_buffer_map(buffer_map))
     if logs:
         shows_grads = observed_grads(notes)
-        # A case with a reload has several worlds. The first finding stopped the last one.
+        # A case with a reload has several worlds. The first finding stopped the last world.
         calls = render_calls(logs[-1], finding, buffer_map, shows_grads=shows_grads)
         lines.extend(f"  {line}" for line in calls)
     return lines
@@ -198,7 +193,7 @@ def _case_lines(case: str) -> list[str]:
 
 
 def render_explanation(explanation: Explanation) -> str:
-    """Return the explanation of a check: meaning, reason, usual causes, public bugs."""
+    """Render a check's explanation: meaning, reason, usual causes, public bugs."""
     parts = [
         explanation.check,
         *_paragraph("what", explanation.meaning),
@@ -211,12 +206,12 @@ def render_explanation(explanation: Explanation) -> str:
 
 
 def render_bundle(bundle: Bundle) -> str:
-    """Render a bundle: its case and its first finding with its values."""
+    """Render a bundle: its case and its first finding."""
     first = bundle.findings[0]
     lines = [f"bundle {bundle.id}  {bundle.scenario.name}".rstrip()]
-    # Other findings of a bundle are in its page and its JSON.
+    # The bundle's page and JSON contain its other findings.
     block = _finding_lines(first, bundle.strip, logs=bundle.logs, notes=bundle.notes)
-    # The map may belong to a later finding, if the first one has no position in a buffer.
+    # If the first finding has no position in a buffer, the map belongs to a later finding.
     if bundle.strip is not None and bundle.strip.check != first.check:
         block.append(f"buffer map of {bundle.strip.check}:")
         block.extend(f"  {line}" for line in draw_buffer_map(bundle.strip))
@@ -236,7 +231,7 @@ def _paragraph(label: str, text: str, *, bullet: str = "") -> list[str]:
 
 
 def render_replay(replayed: Replayed) -> str:
-    """Render a replay: FIXED, FAILED or ERROR, and the difference from the bundle."""
+    """Render a replay: FIXED, FAILED or ERROR, and differences from the bundle."""
     result, then = replayed.result, replayed.then
     before = f"{then.check} at {render_location(then)}" if render_location(then) else then.check
     match replayed.outcome:
@@ -251,7 +246,6 @@ def render_replay(replayed: Replayed) -> str:
             outcome = "the case is inconclusive now, which does not prove a fix"
         case "error":
             outcome = f"cannot run here: {(result.error.splitlines() or [''])[0]}"
-    # Outcome, id, case, time, then the comparison with the bundle.
     head = f"{replayed.outcome.upper():<6} {replayed.id}  {result.id}  {result.seconds:.3f} s"
     lines = [f"{head}  {outcome}"]
     lines.extend(f"      {line}" for line in result.error.splitlines()[1:])
@@ -263,7 +257,7 @@ def render_replay(replayed: Replayed) -> str:
 
 
 def render_reduced(reduced: Reduced) -> str:
-    """Render the size of a case before and after shrinking, and the time it took."""
+    """Render a case's size before and after shrinking, and the time taken."""
     took = f"{_count(reduced.cases, 'case')}, {reduced.seconds:.1f} s"
     return (
         f"  before      {reduced.before}\n"
@@ -272,7 +266,7 @@ def render_reduced(reduced: Reduced) -> str:
 
 
 def render_finding(finding: Finding) -> str:
-    """Return the block of one finding, without lines for values that it lacks."""
+    """Render a finding as a block of lines."""
     lines = [f"{finding.check}: {finding.message}"]
     place = render_location(finding)
     if place:
@@ -295,11 +289,8 @@ def render_finding(finding: Finding) -> str:
 
 
 def _furthest(finding: Finding) -> str:
-    """Return the size of the largest difference, which need not be the first.
-
-    Findings are sorted by it. Empty if there are no finite values, or the expected values are
-    bounds.
-    """
+    """Describe the largest difference; empty for bounds and values that are not finite."""
+    # The first difference, printed above, need not be the largest.
     evidence = finding.evidence
     if evidence is None or finding.ulp is None or evidence.expected.dtype != evidence.got.dtype:
         return ""
@@ -308,14 +299,14 @@ def _furthest(finding: Finding) -> str:
     share = relative_difference(evidence.expected, evidence.got)
     if not math.isfinite(share):
         return ""
-    # The evidence contains only a part of a large tensor.
+    # Evidence only contains a part of a large tensor.
     kept = evidence.expected.numel()
     near = f" of the {kept:,} around the first" if kept < (finding.compared_count or 0) else ""
     return f", by up to {share:.2g} of the largest value{near}"
 
 
 def render_location(finding: Finding) -> str:
-    """Render the place: step, phase, rank, param and index, flat offset, bucket, shard."""
+    """Render a location: step, phase, rank, param and index, flat offset, bucket, shard."""
     parts = [
         f"{word} {value}"
         for word, value in (
@@ -344,7 +335,7 @@ def render_location(finding: Finding) -> str:
 
 
 def render_problems(errors: Sequence[ScenarioError]) -> str:
-    """Return every problem of every invalid scenario file."""
+    """Render all problems of invalid scenario files."""
     return "\n".join(str(error) for error in errors)
 
 
@@ -357,9 +348,10 @@ def render_summary(
         results: Results of the cases that ran.
         seconds: Time of the whole run.
         bad_files: Number of invalid scenario files.
-        left_out: Number of selected cases that an interrupt left.
+        left_out: Number of cases not run because of an interrupt.
     """
     counts = Counter(result.verdict for result in results)
+    # Passes first, even if there are none. Other verdicts only if they occur.
     parts = [f"{counts['pass']} passed"]
     by_params = sum(result.passes_by_params_only for result in results)
     if by_params:
@@ -378,17 +370,17 @@ def render_summary(
 
 
 def render_observed(results: Sequence[CaseResult]) -> str:
-    """Render quantities that passing cases did not observe; empty if all were observed.
+    """Render quantities that passing cases did not observe; empty if they observed all.
 
     Args:
-        results: Results of all cases of a run.
+        results: Results of all cases in a run.
     """
-    # Only of passing cases: others show their own notes.
+    # Only for passing cases, because others print their own notes.
     passed = [result for result in results if result.verdict == "pass"]
     missing = Counter(what for result in passed for what in result.unobserved)
     if not missing:
         return ""
-    # In the order of computation, then by name.
+    # In order of computation, then by name.
     names = list(dict.fromkeys((*_OBSERVABLE, *sorted(missing))))
     rows = [("compared", "not observed", f"of {_count(len(passed), 'case')} that passed")]
     rows += [(str(len(passed) - missing[name]), str(missing[name] or ""), name) for name in names]
@@ -396,10 +388,13 @@ def render_observed(results: Sequence[CaseResult]) -> str:
 
 
 def _text(lines: Iterable[str]) -> str:
+    # ASCII, so that no locale or log viewer can break it. `printable` also keeps foreign strings,
+    # such as names, from injecting lines.
     return "\n".join(map(printable, lines))
 
 
 def _number(bits: str | None, value: str | None) -> str:
+    # Exact bits first, then the decimal for the reader.
     if bits is None:
         return value or ""
     return bits if value is None else f"{bits} ({value})"

@@ -1,8 +1,7 @@
-"""The buffer map: a flat buffer as rows of characters, with differences marked below.
+"""The buffer map as text: a flat buffer as rows of characters, with differences marked below.
 
-In a small buffer, a character is an element. In a large one, a first picture shows all of it with
-several elements per character, and a second one shows the first difference and its surroundings,
-element by element. A character with any difference is always marked.
+In a small buffer, a character is an element. A large buffer has two pictures: all of it with
+several elements per character, then the surroundings of the first difference, element by element.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from zero_sim.findings.records import BufferMap, MappedPiece
 
 WIDTH = 96
-"""Characters of a line, which fits into 100 with the indentation of a case."""
+"""Characters per line. With a case's indentation, lines fit into 100 characters."""
 NAMES_MAX = 12
 """Params to name below a picture."""
 
@@ -33,7 +32,7 @@ _NOBODY = "?"
 _PADDING = "."
 _SEVERAL = "+"
 _NOTHING = " "
-# Mark in the row of ranks for a shard that no rank reports, because its rank owns no element.
+# In the row of ranks: no rank reports this shard, because its rank owns no element.
 _UNKNOWN = "-"
 
 
@@ -47,7 +46,7 @@ class _View:
 
     @property
     def cells(self) -> int:
-        # Rounded up, so that the last, partly filled character is shown.
+        # Rounded up, so that a partly filled last character is shown.
         return -(-(self.stop - self.start) // self.per_char)
 
     def cells_of(self, start: int, stop: int) -> range:
@@ -60,21 +59,21 @@ class _View:
 
 
 def draw_buffer_map(buffer_map: BufferMap) -> list[str]:
-    """Return the picture as lines of at most `WIDTH` ASCII characters."""
+    """Draw a buffer map as lines of at most `WIDTH` ASCII characters."""
     lines = [describe_buffer_map(buffer_map)]
-    # A picture with a mark under every element would show nothing more than this sentence.
+    # If all elements differ, a sentence shows as much as a picture.
     if equal_elems(buffer_map) == 0:
         return [*lines, describe_spread(buffer_map)]
     if (buffer_map.start, buffer_map.stop) != (0, buffer_map.elems):
-        lines.append(f"of it, elements [{buffer_map.start:,}, {buffer_map.stop:,})")
+        lines.append(f"shown: elements [{buffer_map.start:,}, {buffer_map.stop:,})")
     numel = buffer_map.stop - buffer_map.start
     if numel > _CELLS_MAX:
         per_char = -(-numel // _CELLS_MAX)
         view = _View(start=buffer_map.start, stop=buffer_map.stop, per_char=per_char)
-        lines.append(f"all, {per_char:,} elements a character ({_SEVERAL} more than one in it):")
-        # Without params, because one character may cover several of them.
+        lines.append(f"all, {per_char:,} elements per character ({_SEVERAL}: several in one):")
+        # Without params, because a character may cover several of them.
         lines.extend(_draw(buffer_map, view, with_params=False))
-        lines.append("around the first difference, 1 element a character:")
+        lines.append("around the first difference, 1 element per character:")
     view = _zoom(buffer_map)
     lines.extend(_draw(buffer_map, view, with_params=True))
     lines.extend(_legend(buffer_map, view))
@@ -82,7 +81,7 @@ def draw_buffer_map(buffer_map: BufferMap) -> list[str]:
 
 
 def equal_elems(buffer_map: BufferMap) -> int | None:
-    """Return the number of equal elements of params; None if the map does not cover all."""
+    """Return the number of equal param elements; None if the map omits elements."""
     if buffer_map.differ_cut or (buffer_map.start, buffer_map.stop) != (0, buffer_map.elems):
         return None
     inside = sum(
@@ -95,7 +94,7 @@ def equal_elems(buffer_map: BufferMap) -> int | None:
 
 
 def describe_spread(buffer_map: BufferMap) -> str:
-    """Return a sentence for a buffer map in which nearly all elements differ."""
+    """Describe a buffer map in which nearly all elements differ, as a sentence."""
     equal = equal_elems(buffer_map)
     params = len({piece.param for piece in buffer_map.pieces})
     but = f" but {_counted(equal, 'element')}" if equal else ""
@@ -111,7 +110,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def describe_buffer_map(buffer_map: BufferMap) -> str:
-    """Return the buffer map in one sentence."""
+    """Summarise a buffer map in one sentence."""
     count = len(buffer_map.differ)
     marked = sum(stop - start for start, stop in buffer_map.differ)
     differ = f"{marked:,} differ" if marked != 1 else "1 differs"
@@ -129,9 +128,9 @@ def _zoom(buffer_map: BufferMap) -> _View:
     numel = buffer_map.stop - buffer_map.start
     start = buffer_map.start
     if numel > _CELLS_MAX and buffer_map.differ:
-        # A third before the difference; at a multiple of ten, so that the ruler is easy to read.
+        # Put a third of the line before the difference. Round to tens for a readable ruler.
         start = max(buffer_map.start, (buffer_map.differ[0][0] - _CELLS_MAX // 3) // 10 * 10)
-        # At the end of the buffer, a full line that ends there, not a short one.
+        # Near the end of the buffer, move back to fill the line.
         start = max(buffer_map.start, min(start, buffer_map.stop - _CELLS_MAX))
     return _View(start=start, stop=min(buffer_map.stop, start + _CELLS_MAX), per_char=1)
 
@@ -153,6 +152,7 @@ def _draw(buffer_map: BufferMap, view: _View, *, with_params: bool) -> Iterator[
         rows += [(start, stop, _PADDING) for start, stop in buffer_map.padding]
         rows += [(start, stop, _NOBODY) for start, stop in buffer_map.unowned]
         yield _line("param", _row(view, rows))
+    # Mark a character if any of its elements differs, so that no difference is hidden.
     marks = [_NOTHING] * view.cells
     for start, stop in buffer_map.differ:
         for cell in view.cells_of(start, stop):
@@ -165,7 +165,7 @@ def _line(label: str, cells: str) -> str:
 
 
 def _row(view: _View, spans: Sequence[tuple[int, int, str]]) -> str:
-    """Return a character per cell: that of its only span, or `+` for several spans."""
+    """Return each cell's character: its span's, or `+` if it has several spans."""
     cells = [_NOTHING] * view.cells
     for start, stop, char in spans:
         for cell in view.cells_of(start, stop):
@@ -179,8 +179,8 @@ def _rank_row(buffer_map: BufferMap, view: _View) -> str:
 
 
 def _ruler(view: _View) -> str:
-    """Return offsets above every tenth character, without those that would overlap."""
-    # With room for an offset above one of the last characters, which may be wider than the rest.
+    """Return offsets for every tenth character, except where they would overlap."""
+    # With room on the right, because the last offset may be wider than the remaining cells.
     cells = [_NOTHING] * (view.cells + _TICK_CHARS)
     free = 0
     for cell in range(0, view.cells, _TICK_CHARS):
@@ -196,20 +196,19 @@ def _seen(buffer_map: BufferMap, view: _View) -> list[MappedPiece]:
 
 
 def _letters_of(buffer_map: BufferMap, view: _View) -> dict[str, str]:
-    """Return a letter for each param in view; neighbours never share a letter."""
+    """Return a letter for each param in view. Neighbours never share a letter."""
     names = dict.fromkeys(piece.param for piece in _seen(buffer_map, view))
     return {name: _LETTERS[i % len(_LETTERS)] for i, name in enumerate(names)}
 
 
 def _legend(buffer_map: BufferMap, view: _View) -> Iterator[str]:
     letters = _letters_of(buffer_map, view)
-    # Params in view with a difference.
     bad = {
         piece.param
         for piece in _seen(buffer_map, view)
         if any(piece.start < stop and start < piece.stop for start, stop in buffer_map.differ)
     }
-    # If there is not enough room, name params with differences first.
+    # If room is short, prefer params with differences.
     names = sorted(letters, key=lambda name: name not in bad)[:NAMES_MAX]
     entries = [f"{letters[n]} {_short(n)}" for n in letters if n in names]
     if len(letters) > len(names):
@@ -222,7 +221,7 @@ def _legend(buffer_map: BufferMap, view: _View) -> Iterator[str]:
     shared = [
         f"{_DIGITS[ranks[0] % len(_DIGITS)]} ranks {in_runs(ranks)}"
         for ranks in dict.fromkeys(shard.ranks for shard in buffer_map.shards)
-        # A single rank below 36 is its own digit and needs no legend.
+        # A single rank below 36 is shown as its own digit, so it needs no legend.
         if len(ranks) > 1 or ranks[0] >= len(_DIGITS)
     ]
     entries = shared[:NAMES_MAX]
@@ -245,18 +244,18 @@ def _wrapped(label: str, entries: Sequence[str]) -> Iterator[str]:
 
 
 def _short(name: str) -> str:
-    """Return a name in ASCII, without its middle if it is long."""
-    # Without the quotes that ascii() adds.
+    """Return a name in ASCII; cut the middle of a long name."""
+    # Drop the quotes that ascii() adds.
     return cut_middle(ascii(name)[1:-1], _CELLS_MAX // 2)
 
 
 def in_runs(numbers: Sequence[int]) -> str:
-    """Return numbers as at most eight runs in ascending order: `0-2, 5 and 3 runs more`.
+    """Return numbers as at most eight ascending runs, such as `0-2, 5 and 3 runs more`.
 
     Args:
         numbers: Distinct numbers >= 0, such as ranks.
     """
-    # -2 is next to no number, so that the first number starts a run.
+    # -2 is not next to any number, so the first number starts a run.
     runs: list[list[int]] = []
     for before, number in pairwise([-2, *sorted(numbers)]):
         if number == before + 1:

@@ -1,4 +1,4 @@
-"""The timeline of an event log: issue and end of each call. All exporters use it."""
+"""Timeline of an event log: issue and end of each call. All exporters use it."""
 
 from __future__ import annotations
 
@@ -10,36 +10,37 @@ from dataclasses import dataclass
 from zero_sim.sim import CollectiveRecord, EventLog
 from zero_sim.untrusted import printable
 
-# Digits of a rank; a longer number in a log is ignored.
+# Longer numbers in a log are ignored, because a forged log may contain any.
 _RANK_CHARS_MAX = 9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallSpan:
-    """One rank's call on the clock of the timeline."""
+    """A rank's call on the timeline."""
 
     record: CollectiveRecord
     refused: bool
-    """True if it did not match the other ranks' calls, which ended the run."""
+    """True if it did not match the other ranks' calls, so it ended the run."""
     completed: bool
     """True if all members came with matching calls."""
     came: tuple[int, ...]
     """World ranks that came to this collective or message, in ascending order."""
     number: int
-    """Number within the group, or within the messages of a pair of ranks; equal on all ranks."""
+    """Number of the collective in its group, or of the message between its two ranks. Equal on all
+    ranks."""
     peer: int | None
-    """World rank at the other end of a message; None for collectives, and for a receive from any
-    rank that no send matched."""
+    """World rank at the other end of a message. None for collectives, and for an unmatched receive
+    from any rank."""
     issue_tick: int
     land_tick: int | None
-    """Tick at which its rank's wait ended; None if it never did or the log has no such ticks."""
+    """Tick at which the rank's wait ended. None if it never ended, or the log has no such ticks."""
     of_harness: bool = False
     """True if it completed and the harness caused it on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """Time for which a rank has the baton, as a half-open span."""
+    """A rank's turn, as a half-open span."""
 
     rank: int
     start_tick: int
@@ -48,26 +49,26 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """All calls and turns of one run."""
+    """All calls and turns in a run."""
 
     world_size: int
     calls: tuple[CallSpan, ...]
-    """Calls in the order of issue."""
+    """Calls in order of issue."""
     turns: tuple[Turn, ...]
     stop_tick: int
-    """Tick of the end of the run."""
+    """Tick at which the run ended."""
     knows_landing: bool
     """True if the log has the ticks at which calls landed."""
 
 
 def read_timeline(log: EventLog, *, with_harness: bool = False) -> Timeline:
-    """Return every call and turn of a log on one clock.
+    """Return all calls and turns in a log, on a common clock.
 
     Args:
-        log: Log of one run. The clock is that of its moments. Without moments, it ticks once per
-            turn and once per call.
+        log: Log of a run. If it has moments, these give the ticks. Otherwise the clock ticks at
+            each turn and call.
         with_harness: True to include collectives that the harness caused on all ranks. Incomplete
-            ones are always included, because they may be the reason for the end of the run.
+            calls are always included, because they may have ended the run.
     """
     # The largest rank in any group or turn gives the world size.
     groups = {record.group_ranks for record in log.collectives}
@@ -91,7 +92,7 @@ def read_timeline(log: EventLog, *, with_harness: bool = False) -> Timeline:
         if with_harness or not operations[index].of_harness
     )
     return Timeline(
-        # -1, so that an empty log has 0 ranks.
+        # The default -1 gives an empty log 0 ranks.
         world_size=max((*ranks, *log.turns, -1)) + 1,
         calls=calls,
         turns=turns,
@@ -101,8 +102,8 @@ def read_timeline(log: EventLog, *, with_harness: bool = False) -> Timeline:
 
 
 def _shown(record: CollectiveRecord) -> CollectiveRecord:
-    """Return the record with printable names."""
-    # Logs may come from strangers, and viewers print names without escaping them.
+    """Make all names in a record printable."""
+    # Logs may come from strangers, and viewers do not escape names.
     return record._replace(
         kind=printable(record.kind),
         group=printable(record.group),
@@ -113,7 +114,8 @@ def _shown(record: CollectiveRecord) -> CollectiveRecord:
 
 
 def _assign_turns(log: EventLog) -> list[int]:
-    """Return the turn of each call: the first possible one, because calls keep their order."""
+    """Return the turn of each call."""
+    # Calls keep their order, so take the rank's first turn from the previous call's turn on.
     of_rank: dict[int, list[int]] = defaultdict(list)
     for turn, rank in enumerate(log.turns):
         of_rank[rank].append(turn)
@@ -122,14 +124,14 @@ def _assign_turns(log: EventLog) -> list[int]:
     for record in log.collectives:
         own = of_rank[record.rank]
         place = bisect_left(own, turn)
-        # A rank without a further turn occurs in cut or forged logs only.
+        # Only in cut or forged logs does a calling rank have no further turn.
         turn = own[place] if place < len(own) else turn
         assigned.append(turn)
     return assigned
 
 
 def _from_order(log: EventLog) -> tuple[list[int], tuple[Turn, ...], int]:
-    """Return issue ticks, turns and the end, from the order of calls and turns alone."""
+    """Return issue ticks, turns and end tick, by the order of calls and turns."""
     issue: list[int] = []
     starts: list[int] = []
     tick = 0
@@ -146,19 +148,20 @@ def _from_order(log: EventLog) -> tuple[list[int], tuple[Turn, ...], int]:
 
 
 def _from_moments(log: EventLog) -> tuple[list[int], tuple[Turn, ...], int]:
-    """Return issue ticks, turns and the end, from the moments of the log."""
+    """Return issue ticks, turns and end tick, by the log's moments."""
     ticks = {moment.record: moment.tick for moment in log.moments if moment.what == "issue"}
-    # Spans are half-open, so the end comes one tick after the last moment.
+    # Spans are half-open, so the end is a tick after the last moment.
     stop = max(moment.tick for moment in log.moments) + 1
     issue: list[int] = []
     for index in range(len(log.collectives)):
-        # A call without a moment is placed at the call before it.
+        # If a call has no moment, use the previous call's tick.
         issue.append(ticks.get(index, issue[-1] if issue else 0))
     first: dict[int, int] = {}
     for index, turn in enumerate(_assign_turns(log)):
         first.setdefault(turn, issue[index])
     starts: list[int] = []
-    # The log has no ticks of turns. A turn without calls starts with the next turn that has one.
+    # The log has no ticks for turns. A turn without calls starts together with the next turn that
+    # has a call.
     following = stop
     for turn in reversed(range(len(log.turns))):
         following = min(following, first.get(turn, following))
@@ -177,13 +180,13 @@ def _spans(ranks: Sequence[int], starts: Sequence[int], stop: int) -> tuple[Turn
 
 @dataclass(slots=True)
 class _Operation:
-    """One collective or message, complete or not."""
+    """A collective or message, complete or not."""
 
     number: int
     came: set[int]
     completed: bool = False
     by_program: bool = False
-    """True if a rank called it outside the blocks of the harness."""
+    """True if a rank called it outside of a harness block."""
     ends: tuple[int | None, int | None] = (None, None)
     """Sender and receiver of a message."""
 
@@ -198,8 +201,8 @@ class _Operation:
 
 
 def _operations_in(log: EventLog) -> list[_Operation]:
-    """Return the operation of each call, matched by the rules of the simulated world."""
-    # Calls of a collective have the same group and sequence number; see `zero_sim.sim`.
+    """Return each call's operation, matched by the rules of the simulated world."""
+    # All calls of a collective have the same group and sequence number; see `zero_sim.sim`.
     messages = _Messages()
     open_: dict[tuple[str, tuple[int, ...], int], _Operation] = {}
     found: list[_Operation] = []
@@ -210,11 +213,11 @@ def _operations_in(log: EventLog) -> list[_Operation]:
             key = (record.group, record.group_ranks, record.sequence)
             operation = open_.setdefault(key, _Operation(record.sequence, set()))
             operation.came.add(record.rank)
-            # As a set: a rank that a forged log repeats counts once.
+            # A set, because a forged log may repeat a rank.
             operation.completed = len(operation.came) == len(record.group_ranks)
         operation.by_program |= index not in log.harness
         found.append(operation)
-        # All ranks may have come, but the last call did not match those of the others.
+        # All ranks may have come, but the last call did not match.
         if index == log.refused:
             operation.completed = False
     messages.number()
@@ -231,26 +234,26 @@ class _Messages:
     def post(self, record: CollectiveRecord) -> _Operation:
         named = record.detail.removeprefix("peer ")
         peer = int(named) if named.isdecimal() and len(named) < _RANK_CHARS_MAX else None
-        # A forged log may name a rank outside the group.
+        # In a forged log, the peer may be outside of the group.
         peer = peer if peer in record.group_ranks else None
         sends = record.kind == "send"
-        # For messages, this field contains the tag of send and recv.
+        # For messages, this field contains the tag.
         tag = record.sequence
         if sends:
             waiting = self._waiting[record.group, "recv", peer or 0, tag]
         else:
             waiting = self._waiting[record.group, "send", record.rank, tag]
-        # First come, first served; a receive without a peer matches any sender.
+        # First come, first served. A receive without a peer matches any sender.
         for other in waiting:
             source, _ = other.ends
             if (source in (None, record.rank)) if sends else (peer in (None, source)):
-                # The loop over `waiting` ends here, so its change does no harm.
+                # Safe inside the loop over `waiting`, because the loop ends here.
                 waiting.remove(other)
                 other.came.add(record.rank)
                 other.completed = True
                 other.ends = (record.rank, peer) if sends else (source, record.rank)
                 return other
-        # No match yet: wait for the other end, under the key that it will look for.
+        # No match yet. Wait under the key that the other end will look up.
         ends = (record.rank, peer) if sends else (peer, record.rank)
         operation = _Operation(0, {record.rank}, ends=ends)
         self._posted.append((record.group, operation))
@@ -259,7 +262,7 @@ class _Messages:
         return operation
 
     def number(self) -> None:
-        """Number the messages of each pair of ranks, after all receives have their sender."""
+        """Number the messages of each pair of ranks, once all receives know their sender."""
         counts: dict[tuple[str, frozenset[int | None]], int] = defaultdict(int)
         for group, operation in self._posted:
             pair = (group, frozenset(operation.ends))

@@ -1,24 +1,10 @@
 """Event logs for other tools: Chrome traces for Perfetto, Flight Recorder dumps for `torchfrtrace`.
 
-A Chrome trace has the field names of Kineto, which torch's own tools read. Each rank is a process,
-with lanes for its turns, its calls and, if the log has them, its collectives in flight. Arrows
-connect the calls of one collective or message, in the order in which ranks came. The clock is that
-of the log: one tick is shown as one microsecond, unrelated to durations on a device.
+A Chrome trace uses Kineto's field names, which torch's own tools read. Each rank is a process, with
+lanes for its turns, its calls and, if logged, its collectives in flight. Arrows connect the calls
+of a collective or message, in order of arrival.
 
-The analyser of Flight Recorder dumps only reads pickles, so this is the only module that writes
-any: dicts, lists, strings and numbers, without code. We never read one.
-
-[Note: assumptions of the analyser]
-It assumes that the rank whose dump it reads first is right, and reports ranks that differ. It reads
-a folder before its subfolders, so the dump of a rank with a refused call is in a subfolder. A
-refused call never started, so it is `scheduled` where other calls are `started`. The analyser then
-also reports faults that it does not record, such as a wrong reduce operation.
-
-It also reports every member of a group that did not come to a collective as missing. If a refused
-call ended the run, other ranks had not had their turn, and their next calls are unknown. Such a
-collective is therefore shown in a group of the ranks that came.
-
-Messages have a group for each pair of ranks, as NCCL creates a communicator for each.
+Flight Recorder dumps are the only pickles that zero_sim writes. It never reads pickles.
 """
 
 from __future__ import annotations
@@ -37,14 +23,14 @@ from zero_sim.host.files import folder_whole, unwritten, write_whole
 from zero_sim.report.timeline import CallSpan, Timeline, read_timeline
 from zero_sim.sim import CollectiveRecord, EventLog
 
-# C++ name of each dtype that torch's tools know; other dtypes keep their name of the log.
+# C++ names of dtypes that torch's tools know. Others keep their name from the log.
 _DTYPES = {
     "float64": "Double", "float32": "Float", "float16": "Half", "bfloat16": "BFloat16",
     "int64": "Long", "int32": "Int", "int16": "Short", "int8": "Char", "uint8": "Byte",
     "bool": "Bool", "complex64": "ComplexFloat", "complex128": "ComplexDouble",
     "float8_e4m3fn": "Float8_e4m3fn", "float8_e5m2": "Float8_e5m2",
 }  # fmt: skip
-# Flight Recorder's name of a collective, which the analysers of torch 2.13 and older both read.
+# Flight Recorder's names of collectives, for the analysers of torch 2.13 and older.
 _FLIGHT_RECORDER = {
     "all_reduce_sparse": "all_reduce",
     "reduce_scatter": "_reduce_scatter_base",
@@ -53,7 +39,7 @@ _FLIGHT_RECORDER = {
     "all_gather_list": "all_gather",
     "all_to_all_list": "all_to_all",
 }
-# The profiler's name of a collective, as in `record_param_comms`.
+# The profiler's names of collectives, as in `record_param_comms`.
 _PROFILER = {
     **_FLIGHT_RECORDER,
     "all_reduce": "allreduce",
@@ -61,20 +47,20 @@ _PROFILER = {
     "all_gather": "_allgather_base",
 }
 
-# Lanes of a rank; overlapping collectives in flight take further lanes.
+# Lanes of a rank. Overlapping collectives in flight take further lanes.
 _BATON, _ISSUE, _IN_FLIGHT = 0, 1, 2
 
-# Maximum ranks of a group that torch's profiler lists in full.
+# torch's profiler lists groups of up to this size in full.
 _RANKS_SHOWN = 30
 
 FORMAT_VERSION = "2.10"
-"""Version of the dump format, of torch 2.13."""
+"""Dump format of torch 2.13."""
 SUSPECT_FOLDER = "suspect"
-"""Subfolder for the dump of the rank whose call was refused."""
+"""Subfolder for the dump of a rank with a refused call."""
 
-# A tick is shown as one microsecond in both formats.
+# Both formats show a tick as a microsecond. This is unrelated to durations on a device.
 _TICK_NS = 1000
-# Names for which the analyser does not check sizes against the size of an incomplete group.
+# Names for which the analyser skips its check of sizes, which an incomplete group would fail.
 _WITHOUT_SIZES = {
     "_reduce_scatter_base": "reduce_scatter_single",
     "reduce_scatter": "reduce_scatter_v",
@@ -85,14 +71,11 @@ Event = dict[str, object]
 
 
 def chrome_trace(logs: Sequence[EventLog], *, name: str) -> dict[str, object]:
-    """Return the trace of one case.
+    """Return a case's trace, ready for JSON.
 
     Args:
-        logs: The log of each world of the case, shown one after another.
+        logs: Logs of the case's worlds, shown one after another.
         name: Name of the trace.
-
-    Returns:
-        An object ready for JSON.
     """
     timelines = [read_timeline(log) for log in logs]
     world_size = max((timeline.world_size for timeline in timelines), default=0)
@@ -107,7 +90,7 @@ def chrome_trace(logs: Sequence[EventLog], *, name: str) -> dict[str, object]:
             lane_counts[rank] = max(lane_counts[rank], lane + 1)
         events.extend(_turn_events(timeline, base))
         events.extend(_call_events(timeline, base, lanes))
-        # An arrow has two events or more, so ids of earlier worlds are below their number.
+        # Each arrow has at least two events, so ids of earlier worlds are less than `len(events)`.
         events.extend(_flow_events(timeline, base, first_id=len(events)))
         base += timeline.stop_tick  # The next world starts where this one ends.
     return {
@@ -136,15 +119,15 @@ def chrome_trace(logs: Sequence[EventLog], *, name: str) -> dict[str, object]:
 
 
 def write_chrome_trace(path: Path, logs: Sequence[EventLog], *, name: str) -> None:
-    """Write the trace of one case to a file, compressed if its name ends in `.gz`.
+    """Write a case's trace to a file, compressed if its name ends in `.gz`.
 
     Raises:
-        UsageError: The file cannot be written.
-        EnvironmentProblem: The disk is full.
+        UsageError: If the file cannot be written.
+        EnvironmentProblem: If the disk is full.
     """
     text = json.dumps(chrome_trace(logs, name=name))
     data = text.encode()
-    # Without a modification time, equal runs give equal files.
+    # mtime = 0, so that equal runs write equal files.
     try:
         write_whole(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
     except OSError as error:
@@ -181,8 +164,8 @@ def _turn_events(timeline: Timeline, base: int) -> Iterator[Event]:
 
 
 def _flight_lanes(timeline: Timeline) -> dict[int, int]:
-    """Return the lane of every call in flight, by index of the call."""
-    # Perfetto requires that spans of one lane do not overlap, so use the first free lane.
+    """Return the lane of each call in flight, by call index."""
+    # In Perfetto, spans of a lane must not overlap, so use the first free lane.
     busy: dict[int, list[tuple[int, int]]] = defaultdict(list)
     free: dict[int, list[int]] = defaultdict(list)
     lanes: dict[int, int] = {}
@@ -200,7 +183,7 @@ def _flight_lanes(timeline: Timeline) -> dict[int, int]:
 
 def _stop_tick(call: CallSpan, timeline: Timeline) -> int | None:
     """Return the tick at which a call landed; None if the log has no such ticks."""
-    # A call that never landed is in flight up to the end of the run.
+    # A call that never landed is in flight until the run ends.
     if call.land_tick is None and timeline.knows_landing:
         return timeline.stop_tick
     return call.land_tick
@@ -215,7 +198,7 @@ def _call_events(timeline: Timeline, base: int, lanes: dict[int, int]) -> Iterat
             "pid": call.record.rank,
             "tid": _ISSUE,
             "ts": base + call.issue_tick,
-            # Arrows can only be attached to spans with a duration.
+            # Perfetto only attaches arrows to spans with a duration.
             "dur": 1,
             "args": _args(call),
         }
@@ -227,12 +210,12 @@ def _call_events(timeline: Timeline, base: int, lanes: dict[int, int]) -> Iterat
 
 
 def _flow_events(timeline: Timeline, base: int, *, first_id: int) -> Iterator[Event]:
-    """Yield arrows between the calls of each collective or message, from rank to rank.
+    """Yield arrows that connect the calls of each collective or message.
 
     Args:
-        timeline: Timeline of one world.
-        base: Tick of its start.
-        first_id: First id of its arrows; arrows of other worlds need other ids.
+        timeline: Timeline of a world.
+        base: Tick at which it starts.
+        first_id: First id of its arrows. Ids must be distinct over all worlds.
     """
     operations: dict[tuple[object, ...], list[CallSpan]] = {}
     for call in timeline.calls:
@@ -253,7 +236,7 @@ def _flow_events(timeline: Timeline, base: int, *, first_id: int) -> Iterator[Ev
                 "tid": _ISSUE,
                 "ts": base + call.issue_tick,
             }
-            # bp = e binds the end to the enclosing span, not to the next one.
+            # bp = e binds the arrow's end to the enclosing span, not to the next span.
             yield {**event, "bp": "e"} if event["ph"] == "f" else event
 
 
@@ -290,21 +273,22 @@ def _shown(ranks: Sequence[int]) -> str:
 
 
 def write_flight_recorder(folder: Path, log: EventLog) -> list[Path]:
-    """Write one dump per rank: `rank_0`, `rank_1`, ...
+    """Write a dump per rank: `rank_0`, `rank_1`, ...
 
     Args:
-        folder: An empty folder; created if it does not exist.
-        log: Log of one run.
+        folder: An empty or new folder.
+        log: Log of a run.
 
     Returns:
         The files in rank order.
 
     Raises:
-        UsageError: The folder is not empty or cannot be written.
-        EnvironmentProblem: The disk is full.
+        UsageError: If the folder is not empty or cannot be written.
+        EnvironmentProblem: If the disk is full.
     """
     timeline = read_timeline(log)
-    # See [Note: assumptions of the analyser] for the subfolder.
+    # The analyser assumes that the first dump it reads is right, and reports ranks that differ. It
+    # reads a folder before its subfolders, so put the dump with the refused call in a subfolder.
     suspect = next((call.record.rank for call in timeline.calls if call.refused), None)
     files: list[Path] = []
     try:
@@ -318,7 +302,7 @@ def write_flight_recorder(folder: Path, log: EventLog) -> list[Path]:
                 home = Path(SUSPECT_FOLDER if rank == suspect else "")
                 (aside / home).mkdir(exist_ok=True)
                 file = home / f"rank_{rank}"
-                # Protocol 2, as in the dumps that torch writes.
+                # The analyser only reads pickles. Protocol 2, like torch's own dumps.
                 (aside / file).write_bytes(pickle.dumps(dump, protocol=2))
                 files.append(folder / file)
     except OSError as error:
@@ -327,8 +311,10 @@ def write_flight_recorder(folder: Path, log: EventLog) -> list[Path]:
 
 
 def flight_recorder_dumps(timeline: Timeline) -> list[dict[str, object]]:
-    """Return the Flight Recorder of each rank at the end of a run, in rank order."""
-    # See [Note: assumptions of the analyser] for groups and states.
+    """Return each rank's Flight Recorder dump at the end of a run, in rank order."""
+    # The analyser reports each group member that did not come to a collective as missing. If a
+    # refused call ended the run, other ranks may not have had their turn, so their next calls are
+    # unknown. Such a collective gets a group of its own, with only the ranks that came.
     refused = any(call.refused for call in timeline.calls)
     entries: list[list[dict[str, object]]] = [[] for _ in range(timeline.world_size)]
     groups: list[dict[str, object]] = [{} for _ in range(timeline.world_size)]
@@ -336,7 +322,7 @@ def flight_recorder_dumps(timeline: Timeline) -> list[dict[str, object]]:
         group = _group_of(call, is_cut_short=refused and not call.completed)
         if group.name not in groups[call.record.rank]:
             config = {"name": group.name, "desc": "undefined", "ranks": str(list(group.ranks))}
-            # For all members, because the group also contains ranks that made no call in it.
+            # For all members, because some may not have made a call in this group.
             for rank in group.ranks:
                 groups[rank][group.name] = config
         mine = entries[call.record.rank]
@@ -356,12 +342,13 @@ class _Group:
 
 def _group_of(call: CallSpan, *, is_cut_short: bool) -> _Group:
     record = call.record
+    # A group per pair of ranks, because NCCL creates a communicator per pair for messages.
     if record.kind in ("send", "recv") and call.peer is not None:
         ranks = sorted({record.rank, call.peer})
         name = f"{record.group}: mail of ranks {' and '.join(map(str, ranks))}"
     else:
         ranks, name = list(record.group_ranks), record.group
-    # With the number in its name, because each such collective has a group of its own.
+    # The number makes the name unique, because each such collective has its own group.
     if is_cut_short and len(call.came) < len(ranks):
         name = f"{name}: those who came to #{call.number}"
         return _Group(name=name, ranks=call.came, is_cut_short=True)
@@ -373,6 +360,8 @@ def _entry(
 ) -> dict[str, object]:
     record = call.record
     is_message = record.kind in ("send", "recv")
+    # A refused call never started. By its state, the analyser also reports faults that dumps do not
+    # contain, such as a wrong reduce operation.
     state = "completed" if call.completed else "scheduled" if call.refused else "started"
     issued_ns = call.issue_tick * _TICK_NS
     landed = timeline.stop_tick if call.land_tick is None else call.land_tick
@@ -404,16 +393,16 @@ def _entry(
 
 
 def _ends(call: CallSpan, group: _Group) -> str:
-    """Return the ranks at the ends of a message, as group ranks."""
+    """Return the ends of a message as group ranks, such as ` 0->1`."""
     record = call.record
     if record.kind not in ("send", "recv"):
         return ""
-    # A receive from any rank that no send matched: the analyser requires some number.
+    # An unmatched receive from any rank has no peer, but the analyser requires a number.
     peer = record.rank if call.peer not in group.ranks else call.peer
     mine, other = group.ranks.index(record.rank), group.ranks.index(peer)
     return f" {mine}->{other}" if record.kind == "send" else f" {mine}<-{other}"
 
 
 def _output_elems(record: CollectiveRecord) -> int:
-    """Return the elements of a call's output; for a send those of its input, as torch counts."""
+    """Return a call's output elements. Like torch, count a send's input as its output."""
     return record.elems if record.kind == "send" else record.output_elems

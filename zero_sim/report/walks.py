@@ -1,7 +1,7 @@
-"""Walkthroughs: explanations step by step, as records, text and HTML pages.
+"""Walkthroughs: step-by-step explanations as records, text and HTML pages.
 
 A page is self-contained, shows one step at a time and reacts to keys. Without scripts, it shows all
-steps below each other. Its policy allows one script, by hash.
+steps in a column.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ SIGNS: Mapping[Mark, str] = {
     "done": "=",
     "wrong": "!",
 }
-"""Sign after a marked cell in text, in place of its colour."""
+"""Sign after a marked cell in text, in place of a colour."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell of a table with its mark."""
+    """A table cell with its mark."""
 
     text: str
     mark: Mark = ""
@@ -48,20 +48,20 @@ class Table:
     head: Sequence[str]
     rows: Sequence[Sequence[Cell | str]]
     marks: Mapping[Mark, str] = field(default_factory=dict)
-    """Meaning of each mark in the table."""
+    """Meaning by mark."""
     title: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One step: an explanation and the values after it."""
+    """A step: its explanation, and the values after it."""
 
     title: str
     text: Sequence[str] = ()
     tables: Sequence[Table] = ()
     chart: Chart | None = None
     picture: Markup | None = None
-    """Only for pages. A table contains the same values for the text."""
+    """Only for pages. In text, a table shows the same values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,14 +74,14 @@ class Walk:
 
 
 def render_walk(walk: Walk) -> str:
-    """Return a walkthrough as text."""
+    """Render a walkthrough as text."""
+    # Underlined headings, so that the text is valid Markdown.
     lines = [walk.title, "=" * len(walk.title), "", walk.about]
-    # Heading underlined, as in Markdown, so that the text is also a document.
     drawn: list[Chart | None] = []
     for number, step in enumerate(walk.steps, start=1):
         lines += ["", f"{number}. {step.title}", "-" * (len(str(number)) + 2 + len(step.title))]
         lines += _step(step)
-        # Charts that differ by their marker alone are one chart in text.
+        # In text, print charts that only differ by their marker once.
         chart = None if step.chart is None else replace(step.chart, now=None)
         if chart is not None and chart not in drawn:
             drawn.append(chart)
@@ -114,15 +114,15 @@ def write_walk(path: Path, walk: Walk) -> None:
     """Write a walkthrough as a page; an existing file is replaced.
 
     Raises:
-        UsageError: The file cannot be written.
-        EnvironmentProblem: The disk is full.
+        UsageError: If the file cannot be written.
+        EnvironmentProblem: If the disk is full.
     """
     pages.write_page(path, render_walk_page(walk))
 
 
 def render_walk_page(walk: Walk) -> str:
-    """Return the page as text."""
-    # The policy contains the hash of our script, so that injected scripts do not run.
+    """Render a walkthrough as a page."""
+    # The content security policy only allows a script with this hash, so no injected script runs.
     script = hashlib.sha256(pages.asset("walk.js").encode()).digest()
     policy = (
         "default-src 'none'; style-src 'unsafe-inline'; "
