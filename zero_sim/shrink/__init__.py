@@ -1,4 +1,4 @@
-"""Shrinking of failing cases: the order of cases by size, the candidates, and the search."""
+"""Shrinking of failing cases: case sizes, smaller candidates, and the search."""
 
 from zero_sim.shrink.keys import (
     BEYOND_VALUES,

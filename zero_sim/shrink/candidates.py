@@ -1,4 +1,4 @@
-"""Candidates to replace a case, pass by pass; the search keeps a smaller one that still fails."""
+"""Smaller candidates for a failing case, in passes. The search keeps those that still fail."""
 
 from __future__ import annotations
 
@@ -27,48 +27,47 @@ from zero_sim.shrink.substitutions import TINY, one_world, substitutions
 
 _FEW_RANKS = 3
 _RANKS_TRIED = 8
-"""Try every number of ranks up to this one, and only some larger ones."""
+"""Try all numbers of ranks up to this limit, but only some larger numbers."""
 _SEEDS = range(4)
 _TINY_ELEMS = 2
 _FEW_ELEMS = (1, 2, 8)
-# With a large step, a rounding fault shows in more draws.
+# With a large learning rate, more draws show a rounding fault.
 _LARGE_LR = 0.1
 _MORE_SEEDS = range(24)
-"""Seeds for tiny cases, which cost next to nothing to run."""
+"""Seeds for tiny cases, which are cheap to run."""
 
 _LEAST = {bound.path: bound.least for bound in BOUNDS}
 _SECTIONS = ("data", "world", "topology", "system", "optimizer", "expect")
 _KEPT = frozenset({"size", "steps", "micro_batches", "seed", "stall_seconds", "target", "finding"})
-"""Fields that other passes change, or that would make the case another test."""
+"""Fields that other passes change, or whose change would test something else."""
 
 
 def fewer_ranks(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield the case in smaller worlds, the smallest first."""
+    """Yield the case in smaller worlds, smallest first."""
     size, after = scenario.world.size, scenario.reload
-    # Empty without a reload, which has only one world.
+    # The world after a reload may also fail without a checkpoint. Without a reload, skip this.
     for steps in range(1, scenario.run.steps + 1 if after is not None else 1):
-        # The world after a reload may fail by itself, in a case without a checkpoint.
         yield repaired(changed(one_world(scenario), "run.steps", steps))
     fewest = {*range(1, _RANKS_TRIED + 1), size // 2, size * 3 // 4, size - 1, size}
     for ranks in sorted(ranks for ranks in fewest if 1 <= ranks <= size):
-        # With scaled sizes too: a shape may matter only in relation to the number of ranks.
+        # Also scale sizes, because a shape may only matter relative to the number of ranks.
         for base in (scenario, _scaled(scenario, by=ranks - size)):
             fewer = replace(base, world=replace(base.world, size=ranks))
-            # Without tp, cp and pp too, because these may not divide the smaller world.
+            # Also drop tp, cp and pp, because these may not divide the smaller world.
             for flat in (fewer, replace(fewer, topology=TopologySpec(ep=fewer.topology.ep))):
                 if after is None:
                     yield repaired(flat)
                     continue
-                # The world after the reload: unchanged, as before it, then small ones.
+                # World size after the reload: unchanged, the same as before it, then small.
                 for reloaded in dict.fromkeys((after.world_size, None, 1, 2, ranks)):
-                    # A larger world after the reload would make the case larger.
+                    # Not larger than before, because that would make the case larger.
                     if reloaded is None or reloaded <= max(ranks, after.world_size or 0):
                         yield repaired(replace(flat, reload=replace(after, world_size=reloaded)))
 
 
 def _scaled(scenario: Scenario, *, by: int) -> Scenario:
-    """Change sizes by as much as the number of ranks changes."""
-    # Networks have no sizes that follow the number of ranks.
+    """Change sizes by the same amount as the number of ranks."""
+    # A network's sizes do not depend on the number of ranks.
     shapes, bucket = scenario.model.shapes, scenario.system.bucket_elems
     if shapes is None:
         return scenario
@@ -79,16 +78,12 @@ def _scaled(scenario: Scenario, *, by: int) -> Scenario:
 
 
 def leaps(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield the case with a tiny model on one or two ranks, after which every run is cheap.
-
-    First without any feature, then with the race detector and one-element buckets, with the
-    features of its system, and with all its features.
-    """
+    """Yield the case with a tiny model on one or two ranks, so that later runs are cheap."""
     dropped = [section for section in _SECTIONS if section not in ("world", "system")]
     model = replace(scenario.model, tied=(), unused=(), skip=(), one_rank=(), freeze=())
     plain = replace(scenario, reload=None, faults=(), model=model)
-    # Each base keeps more features than the one before it, so the plainest failing one is found
-    # first.
+    # First without features, then with the race detector and one-element buckets, then with the
+    # system's features, and last with all features. So the plainest failing case comes first.
     of_system = reduce(_plain, dropped, plain)
     bare = reduce(_plain, ("world", "system"), of_system)
     watched = changed(changed(bare, "world.races", True), "system.bucket_elems", 1)
@@ -115,7 +110,7 @@ def fewer_steps(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def fewer_features(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield the case with fewer non-default settings: whole sections, then single fields."""
+    """Yield the case with fewer non-default settings: first sections, then fields."""
     for section in _SECTIONS:
         yield repaired(_plain(scenario, section))
     for path in _blocks(scenario):
@@ -123,17 +118,16 @@ def fewer_features(scenario: Scenario) -> Iterator[Scenario]:
         yield from _shorter(scenario, path)
     yield from with_params_reversed(scenario)
     yield from (repaired(changed(scenario, *one)) for one in _defaults(scenario))
-    # Pairs, because one field may be valid only together with another.
+    # Pairs too, because a field may only be valid together with another.
     pairs = itertools.combinations(list(_defaults(scenario)), 2)
     yield from (repaired(changed(changed(scenario, *one), *other)) for one, other in pairs)
 
 
 def plainer_values(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield the case with smaller numbers, earlier choices and small seeds."""
+    """Yield the case with smaller numbers, plainer choices and small seeds."""
     for path, value, _, choices in _values(scenario):
-        # Anything else than a choice or an integer has no order of plainness.
         if value in choices:
-            # Choices are declared with the plainest first.
+            # Choices are declared in order of plainness.
             options: Iterable[object] = choices[: choices.index(value)]
         elif isinstance(value, int) and not isinstance(value, bool):
             least = _LEAST.get(path, 0)
@@ -147,12 +141,12 @@ def plainer_values(scenario: Scenario) -> Iterator[Scenario]:
             ones = (*others[:index], plainer, *others[index + 1 :])
             if ones != others:
                 yield repaired(changed(scenario, "model.one_rank", ones))
-    # No repair, because no other setting depends on the seed.
+    # Without repair, because no setting depends on the seed.
     yield from (changed(scenario, "run.seed", seed) for seed in _SEEDS)
 
 
 def with_other_numbers(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield smaller cases with other seeds, because rounding may hide a fault in one draw."""
+    """Yield smaller cases with other seeds, because rounding may hide a fault in some draws."""
     for smaller in (fewer_params, smaller_params, fewer_steps):
         for candidate in smaller(scenario):
             yield from _other_seeds(candidate)
@@ -165,11 +159,8 @@ def with_other_numbers(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def bare_with_other_numbers(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield one bare param of few elements, with other seeds and a large learning rate.
-
-    A rounding fault shows only in some draws, and in more of them if the step is large. Tiny cases
-    are skipped: `with_other_numbers` covers them.
-    """
+    """Yield a single small bare param, with other seeds and a large learning rate."""
+    # `with_other_numbers` covers tiny cases.
     if size_of(scenario).elements <= _TINY_ELEMS:
         return
     for elems in _FEW_ELEMS:
@@ -179,14 +170,14 @@ def bare_with_other_numbers(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def _other_seeds(scenario: Scenario) -> Iterator[Scenario]:
-    # More seeds for tiny cases, because few draws of one or two elements show a rounding fault.
+    # More seeds for tiny cases, because few draws of so few elements show a rounding fault.
     is_tiny = size_of(scenario).elements <= _TINY_ELEMS
     seeds = _MORE_SEEDS if is_tiny else _SEEDS
     yield from (changed(scenario, "run.seed", seed) for seed in seeds)
 
 
 def _plain(scenario: Scenario, section: str) -> Scenario:
-    """Reset a section of the case to its defaults, apart from `_KEPT`."""
+    """Reset a section to its defaults, except for `_KEPT`."""
     record = getattr(scenario, section)
     fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
     kept = {name: value for name, value in fields.items() if name in _KEPT}
@@ -194,7 +185,7 @@ def _plain(scenario: Scenario, section: str) -> Scenario:
 
 
 def _blocks(scenario: Scenario) -> Iterator[str]:
-    """Yield the paths of the case's optional tables and lists that are not empty."""
+    """Yield the paths of optional tables and lists that are not empty."""
     paths = ("reload", "pair", "data.nan", "optimizer.loss_scale", "optimizer.groups",
              "model.freeze", "model.tied", "model.unused", "model.skip", "model.one_rank",
              "topology.shared", "topology.tied", "system.options", "faults",
@@ -229,7 +220,7 @@ def _values(scenario: Scenario) -> Iterator[tuple[str, object, object, tuple[obj
             value, default = getattr(record, column.name), column.default
             if column.name in _KEPT or (table, column.name) == ("model", "name"):
                 continue
-            # A pair of numbers is a value; other tuples are lists, which have passes of their own.
+            # `betas` is a value. Other tuples are lists, which have their own passes.
             is_list = isinstance(value, tuple) and column.name != "betas"
             if is_list or dataclasses.is_dataclass(value) or value == default:
                 continue
@@ -237,7 +228,7 @@ def _values(scenario: Scenario) -> Iterator[tuple[str, object, object, tuple[obj
             yield f"{table}.{column.name}", value, default, choices
 
 
-# Leaps first, because every later candidate is then cheap to run.
+# Leaps first, because they make all later candidates cheap to run.
 PASSES: tuple[Callable[[Scenario], Iterator[Scenario]], ...] = (
     leaps,
     fewer_ranks,

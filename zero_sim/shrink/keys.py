@@ -1,14 +1,14 @@
-"""Keys of findings: the properties by which two findings count as one cause.
+"""Keys of findings. Findings with the same key count as the same cause.
 
 [Note: content of a key]
-The first wrong quantity in the order of computation, the manner of the difference, and the part of
-the buffer that differs. Step, rank, param, index and values are excluded, because they differ from
-case to case. Two causes have one key only if they make the same quantity wrong in the same manner
-and in the same part of the layout.
+A key contains the first wrong quantity in order of computation, the manner of the difference, and
+the part of the buffer that differs. It excludes step, rank, param, index and values, because these
+vary from case to case. So two causes only share a key if they corrupt the same quantity in the same
+manner and in the same part of the layout.
 
-A smaller case must match all parts but the last. It can keep the part of the layout only if it has
-that part: with a single bucket, the last bucket is the whole buffer. So all differences must lie
-within the part, even if it is the whole buffer (`may_become`).
+When a case shrinks, all fields except `place` must stay equal. `place` may become the whole buffer:
+with a single bucket, for example, this is also the last bucket. So for `place`, it is enough that
+all differences lie within it (`may_become`).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from zero_sim.scenario.kinds import kind_of
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"|<[^>]*>")
 _ASIDE = re.compile(r"\([^()]*\)|\[[^][]*\]")
 _PATH = re.compile(r"(?:[\w.-]*/)+")
-# The world and a group of some ranks must give one template.
+# Messages about the world and about other groups must give the same template.
 _GROUP = re.compile(r"\bgroup (world|#)")
 _NUMBER = re.compile(r"[-+]?\b\d[\w.,+-]*|#\d+")
 _WORDS_MAX = 24
-# `1 rank` and `2 ranks` must give one template.
+# `1 rank` and `2 ranks` must give the same template.
 _PLURAL = re.compile(r"\b(call|collective|element|param|rank|step)s\b")
 # Lists of numbers of any length become one `#`.
 _SAME_SPAN = re.compile(r"#(?:\W+#)+")
 
 
 BEYOND_VALUES = 4.0
-"""Above any relative difference of two numbers, which is at most 2."""
+"""Greater than any relative difference, which is at most 2."""
 
 
 class Key(NamedTuple):
@@ -45,18 +45,18 @@ class Key(NamedTuple):
 
     check: str
     phase: str = ""
-    """Phase of the step; for an unexpected error, its type."""
+    """Phase of the step, or the type of an unexpected error."""
     kind: str = ""
     """Kind of the param, `dense` or `expert`."""
     manner: str = ""
-    """Manner of the difference, as `Finding.manner`. For other findings, the message without the
-    details of one case."""
+    """`Finding.manner`. If this is empty, the message without case-specific details."""
     place: str = ""
-    """Part of the buffer that contains all differences; empty if that is the only part."""
+    """Part of the buffer that contains all differences, such as `last bucket`. Empty if no part
+    does, or it is the whole buffer."""
 
     @classmethod
     def from_list(cls, values: Iterable[str]) -> Self:
-        """Read a key from JSON. Keys of earlier versions have fewer parts."""
+        """Read a key from JSON. Keys of earlier versions have fewer fields."""
         return cls(*values)
 
     def __str__(self) -> str:
@@ -64,7 +64,8 @@ class Key(NamedTuple):
 
 
 def key_of(result: CaseResult) -> Key | None:
-    """Return the key of a result's first finding; None if nothing is wrong."""
+    """Return the key of a result's first finding; None if the system is not wrong."""
+    # An inconclusive case only has doubts about itself.
     if result.verdict in ("pass", "inconclusive"):
         return None
     if not result.findings:
@@ -75,94 +76,92 @@ def key_of(result: CaseResult) -> Key | None:
         phase=first.phase or "",
         kind="" if first.param is None else kind_of(first.param),
         manner=first.manner or _template(first.message),
-        # The first part that is not the whole buffer; later ones are less specific.
+        # The first part that is not the whole buffer, because later parts are less specific.
         place=next((name for name, tells in _places(result).items() if tells), ""),
     )
 
 
 def how_far_apart(result: CaseResult) -> float:
-    """Return the relative difference of the first finding's values, between 0 and 2.
+    """Return the relative difference in the first finding's values, between 0 and 2.
 
     Args:
         result: Result of a failing case.
 
     Returns:
-        `BEYOND_VALUES` if the finding is no difference of finite values.
+        `BEYOND_VALUES` without finite values to compare.
     """
     evidence = result.findings[0].evidence if result.findings else None
-    # Shapes or calls differ, so there are no values to compare.
+    # If shapes or calls differ, there are no values to compare.
     if evidence is None or evidence.expected.numel() != evidence.got.numel():
         return BEYOND_VALUES
     return min(relative_difference(evidence.expected, evidence.got), BEYOND_VALUES)
 
 
 def keeps_apart(result: CaseResult, *, before: CaseResult) -> bool:
-    """Return True if the values did not shrink to a difference of mere rounding.
+    """Return True unless the difference has shrunk to rounding.
 
     Args:
         result: Result of a smaller case.
-        before: Result of the case that it was made from.
+        before: Result of the original case.
     """
     then, now = how_far_apart(before), how_far_apart(result)
     evidence = before.findings[0].evidence if before.findings else None
-    # Integers and infinities have no rounding that could explain a smaller difference.
+    # For integers and infinities, rounding cannot explain a smaller difference.
     if evidence is None or not evidence.expected.is_floating_point() or then == BEYOND_VALUES:
         return True
     rounding = torch.finfo(evidence.expected.dtype).eps
-    # The midpoint is geometric, because differences compare as factors: now >= sqrt(then * eps).
+    # Use the geometric mean as limit, because differences are factors: now >= sqrt(then * eps).
     return then <= rounding or now**2 >= then * rounding
 
 
 def may_become(key: Key, result: CaseResult) -> bool:
-    """Return True if a smaller case's result has the finding of a key, as far as it can.
+    """Return True if a smaller case has the same finding; see [Note: content of a key].
 
     Args:
         key: Key of the larger case.
-        result: Result of the smaller one.
+        result: Result of the smaller case.
     """
     other = key_of(result)
-    # All but the place must be equal.
+    # All fields except `place` must be equal.
     if other is None or other[:4] != key[:4]:
         return False
     return not key.place or key.place in _places(result)
 
 
 def places_of(result: CaseResult) -> tuple[str, ...]:
-    """Return the parts of the buffer that contain all differences, including a single part."""
+    """Return all parts of the buffer that contain all differences."""
     return tuple(_places(result)) if result.findings else ()
 
 
 def may_shrink(key: Key) -> bool:
-    """Return True if smaller cases can have the same finding for the same reason.
-
-    A case's own expectations, such as an accuracy, hold only at its own size: smaller cases would
-    miss them because they are smaller.
-    """
+    """Return True if smaller cases can have the same finding for the same reason."""
+    # A case's expectations, such as an accuracy, only hold at its own size. Smaller cases would
+    # miss them because they are smaller.
     return not key.check.startswith("expect.")
 
 
 def _places(result: CaseResult) -> dict[str, bool]:
-    """Return the parts of a buffer that contain all differences, the most specific first.
+    """Return the parts that contain all differences, most specific first.
 
-    The value of each is False if it is the only part of its kind.
+    The value is False if a part is the only part of its kind, so it is the whole buffer.
     """
     buffer_map = result.strip
     if buffer_map is None or buffer_map.check != result.findings[0].check or buffer_map.differ_cut:
-        # A map that is cut, or of another check, cannot locate all differences.
+        # A cut map or another check's map cannot locate all differences.
         return {}
-    # Neither can a map that shows only a part of the buffer.
+    # Neither can a map of a part of the buffer.
     if (buffer_map.start, buffer_map.stop) != (0, buffer_map.elems):
         return {}
     return {name: tells for name, holds, tells in _claims(buffer_map) if holds}
 
 
 def _claims(buffer_map: BufferMap) -> Iterator[tuple[str, bool, bool]]:
-    """Yield the name of a part, True if it contains all differences, True if it is specific."""
+    """Yield each part: its name, True if it contains all differences, True if it is specific."""
     differ = buffer_map.differ
     pads = {start for start, _ in buffer_map.padding}
     used = [_without_padding(shard, pads, buffer_map) for shard in buffer_map.shards]
     used = [(start, stop) for start, stop in used if start < stop]
-    # In a shard of one or two elements, each element is its start or its end.
+    # In a shard of one or two elements, each element is a start or an end.
     wide = any(stop - start > 2 for start, stop in used)
     yield "shard start", _within(differ, [(start, start + 1) for start, _ in used]), wide
     yield "shard end", _within(differ, [(stop - 1, stop) for _, stop in used]), wide
@@ -178,13 +177,13 @@ def _claims(buffer_map: BufferMap) -> Iterator[tuple[str, bool, bool]]:
 
 
 def _without_padding(shard: MappedShard, pads: set[int], buffer_map: BufferMap) -> tuple[int, int]:
-    """Return the span of a shard without its padding."""
+    """Return a shard's span without its padding."""
     stop = min((pad for pad in pads if shard.start <= pad < shard.stop), default=shard.stop)
     return shard.start, stop
 
 
 def _within(differ: Iterable[tuple[int, int]], spans: Iterable[tuple[int, int]]) -> bool:
-    """Return True if all differences lie in the spans, none of which touch."""
+    """Return True if all differences lie in the spans, which must not touch each other."""
     held = list(spans)
     return all(
         any(start <= first and last <= stop for start, stop in held) for first, last in differ
@@ -192,8 +191,8 @@ def _within(differ: Iterable[tuple[int, int]], spans: Iterable[tuple[int, int]])
 
 
 def _template(message: str) -> str:
-    """Remove the details of one case from a message: names, numbers, groups, folders."""
-    # Order matters: paths and asides contain numbers, and quoted names may contain both.
+    """Remove case-specific details from a message: names, numbers, groups, folders."""
+    # In this order, because paths and asides contain numbers, and quoted names may contain both.
     text = _QUOTED.sub("#", message)
     text = _PATH.sub("", text)
     text = _ASIDE.sub("", text)

@@ -1,4 +1,4 @@
-"""Smaller models for a case: fewer params, smaller params, plainer networks."""
+"""Smaller models: fewer params, smaller params, plainer networks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 _PLAINER: dict[AnyModelName, tuple[AnyModelName, ...]] = {
     "fp8": ("mlp",),
     "moe": ("mlp",),
-    # `moe` too, because its experts also fill a second buffer.
+    # `moe` too, because experts fill a second buffer, as in `unusual`.
     "unusual": ("mlp", "moe"),
     "digits": ("mlp",),
     "transformer-260": ("mlp",),
@@ -28,11 +28,11 @@ _PLAINER: dict[AnyModelName, tuple[AnyModelName, ...]] = {
     "multi-token": ("mlp",),
     "tp-block": ("mlp",),
 }
-# Limits the number of candidates for large networks.
+# Limits the candidates for large networks.
 _KEPT_MAX = 6
 _BUCKET_ELEMS_MAX = 3
 _GRID = ((1, range(1, 5)), (2, range(4)), (3, range(3)))
-"""Number of params, and the sizes to try for each, regardless of the case's own model."""
+"""Number of params, and the sizes to try for each of them."""
 
 
 def plainer_models(scenario: Scenario) -> Iterator[Scenario]:
@@ -45,7 +45,7 @@ def plainer_models(scenario: Scenario) -> Iterator[Scenario]:
                 yield with_bare_params(scenario, ((elems,),) * count)
         yield with_bare_params(scenario, [(math.prod(shape),) for shape in shapes])
         yield with_bare_params(scenario, shapes)
-        # This network ties, skips and leaves params unused; bare params can do each alone.
+        # This network has tied, skipped and unused params. Try each kind separately as bare params.
         if model.name == "unusual":
             yield from _as_awkward(scenario)
     for name in _PLAINER.get(model.name, ()):
@@ -58,7 +58,7 @@ def plainer_models(scenario: Scenario) -> Iterator[Scenario]:
             distinct_start=model.distinct_start,
         )
         if not bare:
-            # The smallest network first, then one with the default sizes.
+            # The smallest network first, then default sizes.
             yield with_model(scenario, replace(other, hidden=1, blocks=1, experts=1))
         yield with_model(scenario, other)
     if model.shapes is None:
@@ -66,7 +66,7 @@ def plainer_models(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def _as_awkward(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield the case with bare params of which one is awkward like those of the network."""
+    """Yield the case with bare params, one of them tied, unused or used by one rank only."""
     last = OneRankSpec(param="p1", rank=0)
     for elems in (1, 2):
         two = with_bare_params(scenario, ((elems,), (elems,)))
@@ -81,7 +81,7 @@ def _smaller_networks(scenario: Scenario) -> Iterator[Scenario]:
     model, after = scenario.model, scenario.reload
     ways = max(scenario.topology.ep, (after.ep or 1) if after is not None else 1)
     widths = {1, 2, 3, max(1, model.hidden // 2), max(1, model.hidden - 1), model.hidden}
-    # Experts must divide over the expert-parallel ranks, before and after a reload.
+    # Expert-parallel ranks must divide the experts, before and after a reload.
     for experts in sorted({ways, 2, 4}) if model.name == "moe" else (model.experts,):
         for blocks, hidden in itertools.product(range(1, model.blocks + 1), sorted(widths)):
             smaller = replace(model, hidden=hidden, blocks=blocks, experts=experts)
@@ -89,12 +89,12 @@ def _smaller_networks(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def fewer_params(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield the case with some of its bare params: one, two, or all but one or two."""
+    """Yield the case with fewer bare params: one, two, or all except one or two."""
     shapes = scenario.model.shapes
     if shapes is None:
         return
     count = len(shapes)
-    # Not every subset, because their number doubles with each param.
+    # Not all subsets, because their number doubles with each param.
     for kept_count in sorted({1, 2, count - 2, count - 1}):
         if 0 < kept_count < count:
             for kept in itertools.combinations(range(count), kept_count):
@@ -102,12 +102,12 @@ def fewer_params(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def smaller_params(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield the case with smaller bare params: all at once, then single ones, then pairs."""
+    """Yield the case with smaller bare params: first all at once, then each, then pairs."""
     shapes = scenario.model.shapes
     if shapes is None:
         return
     flat = [(math.prod(shape),) for shape in shapes]
-    # All at once first, which saves most of the single steps.
+    # All at once first, because this saves most of the later steps.
     for most in (1, 2, 3):
         yield from with_buckets(with_bare_params(scenario, [(min(n, most),) for (n,) in flat]))
     yield from with_buckets(with_bare_params(scenario, flat))
@@ -118,31 +118,31 @@ def smaller_params(scenario: Scenario) -> Iterator[Scenario]:
                     with_bare_params(scenario, [*flat[:index], (fewer,), *flat[index + 1 :]])
                 )
     for one, other in itertools.combinations(range(len(flat)), 2):
-        # Two together, for faults that need both sizes in relation.
+        # Two together, because a fault may depend on the relation of both sizes.
         fewer = [(max(0, n - 1),) if at in (one, other) else (n,) for at, (n,) in enumerate(flat)]
         yield from with_buckets(with_bare_params(scenario, fewer))
 
 
 def with_params_reversed(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield the case with its params reversed, in place of a layout that reverses them."""
+    """Yield the case with reversed params, in place of a layout that reverses them."""
     if scenario.model.shapes is not None and scenario.system.param_order == "reverse":
         turned = changed(scenario, "system.param_order", "registration")
         yield _with_params(turned, range(len(scenario.model.shapes))[::-1])
 
 
 def tiny_models(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield the case with few bare params of few elements, whatever its model."""
+    """Yield the case with a few small bare params in place of its model."""
     count = len(params_of(scenario.model))
     for params, sizes in _GRID:
         if params <= count:
-            # By total size, so that the smallest model that fails is found first.
+            # By total size, so that the smallest failing model comes first.
             for elems in sorted(itertools.product(sizes, repeat=params), key=lambda n: (sum(n), n)):
                 yield from with_buckets(with_bare_params(scenario, [(n,) for n in elems]))
 
 
 def _with_params(scenario: Scenario, kept: Sequence[int]) -> Scenario:
     shapes = scenario.model.shapes or ()
-    # Settings name params by position, so survivors get the names of their new positions.
+    # A param's name contains its position, so map old names to new positions.
     heirs = {f"p{index}": f"p{place}" for place, index in enumerate(kept)}
     if scenario.model.nested:
         heirs |= {f"m{index}.p{index}": f"m{place}.p{place}" for place, index in enumerate(kept)}
@@ -151,14 +151,14 @@ def _with_params(scenario: Scenario, kept: Sequence[int]) -> Scenario:
 
 
 def with_bare_params(scenario: Scenario, shapes: Sequence[Shape]) -> Scenario:
-    """Replace the model of a case by bare params.
+    """Replace a case's model by bare params.
 
     Args:
         scenario: Case to change.
         shapes: Shape of each param.
     """
     model = scenario.model
-    # Models of bare params keep their name; a network becomes the simplest of these.
+    # A network becomes the simplest model of bare params. Such models keep their name.
     name = model.name if model.shapes is not None else SIMPLEST_MODEL
     bare = ModelSpec(
         name=name,
@@ -171,7 +171,7 @@ def with_bare_params(scenario: Scenario, shapes: Sequence[Shape]) -> Scenario:
 
 
 def with_buckets(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield the case itself, and with smaller buckets or reduce buffers if it has any."""
+    """Yield the case itself, then with smaller buckets and reduce buffers, if it has any."""
     yield scenario
     after = scenario.reload
     for path, now in (

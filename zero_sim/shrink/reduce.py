@@ -1,4 +1,4 @@
-"""The search: replace a case by smaller ones as long as one of them still fails."""
+"""The search: replace a case by a smaller case, as long as one still fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_sim.shrink.size import Order, Size, order_of, size_of
 CASES_MAX = 2000
 
 Stopped = Literal["cases", "seconds", "asked"]
-"""Reason of an early end: one of the limits, or `is_over`."""
+"""Reason for an early end: a limit, or `is_over`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,7 @@ class Limits:
 
     cases: int = CASES_MAX
     seconds: float = float("inf")
-    """Wall-clock limit. The machine's speed can then decide the result."""
+    """Wall-clock limit. With a limit, the result depends on the machine's speed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class Reduced:
     """Result of a search."""
 
     scenario: Scenario
-    """The smallest failing case that was tried."""
+    """Smallest failing case that was found."""
     size: Size
     before: Size
     """Size of the original case."""
@@ -40,7 +40,7 @@ class Reduced:
     """Number of cases run."""
     seconds: float
     stopped: Stopped | None
-    """None if no smaller candidate fails."""
+    """None if the search ended because no smaller candidate fails."""
 
     @property
     def complete(self) -> bool:
@@ -58,16 +58,15 @@ def shrink(
 ) -> Reduced:
     """Make a failing case smaller until no smaller candidate fails.
 
-    Greedy and deterministic: first fewer ranks, then fewer params, smaller params, fewer steps and
-    fewer features, repeated until nothing changes, because one pass often enables another. Each
-    candidate is valid, has elements, is smaller than the current best, and runs once. Unlike delta
-    debugging (Zeller and Hildebrandt, 2002), dependent settings change together, so the search
-    need not pass through cases that do not fail.
+    The search is greedy and deterministic: first fewer ranks, then fewer params, smaller params,
+    fewer steps and fewer features. Each candidate is valid, not empty, smaller than the current
+    best, and runs once. Unlike in delta debugging (Zeller and Hildebrandt, 2002), dependent
+    settings change together, so the search does not need intermediate cases that do not fail.
 
     Args:
-        scenario: A case for which `fails` is true; it is not run again.
-        fails: Returns True if a valid case has the finding to keep.
-        may_ask: Returns False for a valid case that must not run; such a case is skipped.
+        scenario: A failing case, which is not run again.
+        fails: Runs a valid case, and returns True if it has the finding to keep.
+        may_ask: Returns False for a valid case that must not run.
         limits: Limits of the search.
         is_over: Called before each case; True ends the search.
     """
@@ -103,34 +102,34 @@ class _Search:
     cases: int = 0
     stopped: Stopped | None = None
     known: set[Scenario] = field(default_factory=set)
-    """Cases that were tried or skipped, and are not tried again."""
+    """Cases that were tried or skipped."""
     started: float = field(default_factory=time.monotonic)
 
     def run(self) -> None:
         before: Scenario | None = None
-        # Until a whole round of passes finds nothing smaller.
+        # Repeat all passes until none finds a smaller case, because one pass often enables another.
         while before != self.best and self.stopped is None:
             before = self.best
             for candidates in PASSES:
                 while any(map(self._is_better, candidates(self.best))):
-                    # A pass starts again from each new best; `any` stops at the first one.
+                    # `any` stops at the first better candidate. Then the pass starts again from it.
                     pass
 
     def _is_better(self, candidate: Scenario) -> bool:
-        """Return True if a candidate fails and is smaller than the best, which it replaces."""
+        """Replace the best case by a candidate that fails and is smaller; return True if so."""
         if candidate in self.known or self.stopped is not None:
             return False
         order = order_of(candidate)
-        # The cheap tests first: most candidates are larger or invalid.
+        # Cheap tests first, because most candidates are larger or invalid.
         if order >= self.order or check_scenario(candidate):
             return False
-        # An empty case computes nothing, so it cannot be wrong for the same reason.
+        # An empty case computes nothing, so it cannot fail for the same reason.
         if order[0].elements == 0 < self.order[0].elements:
             return False
         self.stopped = self._why_end()
         if self.stopped is not None:
             return False
-        # Known before it runs, so that a skipped case is not tried again either.
+        # Add it first, so that skipped cases are not tried again either.
         self.known.add(candidate)
         if not self.may_ask(candidate):
             return False

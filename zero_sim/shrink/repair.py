@@ -1,4 +1,4 @@
-"""Repair of a changed case: settings that depend on the changed one follow it."""
+"""Repair of a changed case: dependent settings follow the change."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from zero_sim.workloads import params_of
 
 
 def changed(scenario: Scenario, path: str, value: Any) -> Scenario:
-    """Replace the value of one field.
+    """Replace a field's value.
 
     Args:
         scenario: Case to change.
         path: Dotted path of the field.
-        value: The new value.
+        value: New value.
     """
     table, _, name = path.rpartition(".")
     if not table:
@@ -39,13 +39,10 @@ def changed(scenario: Scenario, path: str, value: Any) -> Scenario:
 
 
 def repaired(scenario: Scenario) -> Scenario:
-    """Fit a case to its number of ranks and steps, and remove unused settings.
-
-    A case with counts out of range is returned unchanged, for the rules to refuse.
-    """
+    """Fit a case to its number of ranks and steps, and remove unused settings."""
     topology = scenario.topology
     counts = (topology.tp, topology.pp, topology.cp, topology.ep, scenario.system.redundancy)
-    # Divisors below would fail.
+    # Divisions below would fail. `check_scenario` refuses such a case.
     if min(counts) < 1:
         return scenario
     scenario = _repair_world(scenario)
@@ -53,7 +50,7 @@ def repaired(scenario: Scenario) -> Scenario:
     after = scenario.reload
     if after is not None:
         after = _repair_reload(scenario, after) if steps > 1 else None
-        # A reload lies between two steps.
+        # A reload needs a step before and a step after it. Ranks must exist in both worlds.
         size = min(size, after.world_size or size) if after is not None else size
     nan = scenario.data.nan
     if nan is not None:
@@ -65,18 +62,17 @@ def repaired(scenario: Scenario) -> Scenario:
             # Not below 0, even if the number of micro-batches is out of range.
             micro_batch=max(0, micro_batch),
         )
-    # `size` is the smaller world of a reload, so these ranks exist in both.
     faults = tuple(replace(each, rank=min(each.rank, size - 1)) for each in scenario.faults)
     data = replace(scenario.data, nan=nan)
     scenario = _repair_joins(replace(scenario, data=data, reload=after, faults=faults))
     if scenario.model.one_rank:
-        # After the world and the steps, because its rank and micro-batch depend on both.
+        # After world and steps, because rank and micro-batch depend on both.
         scenario = fitted_one_rank(scenario)
     return without_unused(scenario)
 
 
 def _repair_joins(scenario: Scenario) -> Scenario:
-    """Limit the entries to the ranks; at least one rank has data for every micro-batch."""
+    """Limit `own_micro_batches` to the ranks. At least one rank must have all micro-batches."""
     run, (fewest, least) = scenario.run, limits_of_joins(scenario)
     own = tuple(min(max(n, least), run.micro_batches) for n in run.own_micro_batches[:fewest])
     if own and max(own) < run.micro_batches:
@@ -90,7 +86,7 @@ def _repair_joins(scenario: Scenario) -> Scenario:
 def _repair_world(scenario: Scenario) -> Scenario:
     topology, system, size = scenario.topology, scenario.system, scenario.world.size
     if size % (topology.tp * topology.pp * topology.cp):
-        # A smaller world that tp, pp and cp do not divide loses them; experts are fitted below.
+        # tp, pp and cp do not divide the smaller world, so drop them. ep is fitted below.
         topology = TopologySpec(ep=topology.ep)
     parts = topology.tp * topology.pp
     ranks = size // parts
@@ -100,7 +96,7 @@ def _repair_world(scenario: Scenario) -> Scenario:
         shared=topology.shared if topology.tp > 1 else (),
         tied=topology.tied if topology.pp > 1 else (),
     )
-    # Replicas must divide the ranks that hold the same experts.
+    # redundancy must divide the number of ranks that hold the same experts.
     redundancy = largest_divisor(ranks // topology.ep, system.redundancy)
     system = replace(system, redundancy=redundancy)
     return replace(scenario, topology=topology, system=system)
@@ -110,13 +106,13 @@ def _repair_reload(scenario: Scenario, after: ReloadSpec) -> ReloadSpec:
     topology = scenario.topology
     size = after.world_size or scenario.world.size
     if size % (topology.tp * topology.pp * topology.cp):
-        # tp, pp and cp stay across a reload, so a world that they do not divide is not possible.
+        # A reload does not change tp, pp and cp, so they must divide the new world.
         size = scenario.world.size
     ranks = size // (topology.tp * topology.pp)
     ep = _repair_ep(scenario.model, ranks, wanted=after.ep or topology.ep)
     redundancy = largest_divisor(ranks // ep, after.redundancy or scenario.system.redundancy)
     system, steps = scenario.system, scenario.run.steps
-    # At least one step follows the checkpoint.
+    # At least one step must follow the checkpoint.
     step = min(after.step, steps - 1)
     return replace(
         after,
@@ -126,7 +122,7 @@ def _repair_reload(scenario: Scenario, after: ReloadSpec) -> ReloadSpec:
         world_size=None if after.world_size is None else size,
         ep=ep if after.ep is not None or ep != topology.ep else None,
         redundancy=redundancy
-        # None means unchanged: write a value only if it was given or must differ.
+        # None means unchanged. Write a value only if it was given or must differ.
         if after.redundancy is not None or redundancy != system.redundancy
         else None,
     )
@@ -137,11 +133,11 @@ def _repair_ep(model: ModelSpec, ranks: int, *, wanted: int) -> int:
 
 
 def largest_divisor(number: int, most: int) -> int:
-    """Return the largest divisor of a number that is at most `most`; at least 1.
+    """Return the largest divisor up to a limit, but at least 1.
 
     Args:
         number: At least 1.
-        most: Upper limit of the divisor.
+        most: Largest allowed divisor.
     """
     return max((n for n in range(1, min(number, most) + 1) if number % n == 0), default=1)
 
@@ -149,17 +145,17 @@ def largest_divisor(number: int, most: int) -> int:
 def with_model(
     scenario: Scenario, model: ModelSpec, *, heirs: Mapping[str, str] | None = None
 ) -> Scenario:
-    """Replace the model of a case; settings that name a param name its heir, or are removed.
+    """Replace a case's model. Settings of a param move to its heir, or are removed without one.
 
     Args:
         scenario: Case to change.
-        model: The new model; its settings of single params are replaced.
-        heirs: New param for each old one; by default, by position.
+        model: New model. Its settings of single params are overwritten.
+        heirs: New param by old param; default: by position.
     """
     before = [name for name, _ in params_of(scenario.model)]
     if heirs is None:
         now = [name for name, _ in params_of(model)]
-        # Not strict: if the new model has fewer params, the last old ones have no heir.
+        # Not strict: if the new model has fewer params, the last old params have no heir.
         heirs = dict(zip(before, now, strict=False))
         if scenario.model.nested:
             own = zip(bare_names(scenario.model), bare_names(model), strict=False)
@@ -169,8 +165,8 @@ def with_model(
         for group in scenario.optimizer.groups
         if (endings := _renamed((group.match,), before, heirs))
     ]
+    # Remove groups that no longer match, or that an earlier group hides.
     groups = matching_groups(regrouped, list(heirs.values()))
-    # Remove groups that match nothing any more, or that an earlier group hides.
     topology = replace(
         scenario.topology,
         shared=_renamed(scenario.topology.shared, before, heirs),
@@ -191,8 +187,8 @@ def with_model(
 
 
 def _readers(before: ModelSpec, after: ModelSpec, heirs: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings of tied, unused and one-rank params, by the names of their heirs."""
-    # Only bare params can be tied, unused or read by one rank.
+    """Return the settings of tied, unused, skipped and one-rank params, for their heirs."""
+    # Only bare params have these settings.
     if after.name != "params":
         return {"tied": (), "unused": (), "skip": (), "one_rank": ()}
     return {
@@ -207,14 +203,14 @@ def _readers(before: ModelSpec, after: ModelSpec, heirs: Mapping[str, str]) -> d
 def _of_heirs(
     records: Sequence[FreezeSpec | SkipSpec | OneRankSpec], heirs: Mapping[str, str]
 ) -> tuple[Any, ...]:
-    """Replace the param of each record by its heir; drop records without one."""
+    """Replace each record's param by its heir; drop records without an heir."""
     return tuple(replace(each, param=heirs[each.param]) for each in records if each.param in heirs)
 
 
 def _renamed(
     endings: Sequence[str], before: Sequence[str], heirs: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Keep each ending that still matches an heir; otherwise use the name of the first heir."""
+    """Keep each ending that still matches an heir. Replace others by the first heir's name."""
     found: dict[str, None] = {}
     for ending in endings:
         named = [heirs[name] for name in before if name.endswith(ending) and name in heirs]

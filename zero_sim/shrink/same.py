@@ -1,4 +1,4 @@
-"""Search for the smallest case with one finding, without sliding into another bug."""
+"""Search for the smallest case with the same finding, without slipping to another bug."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from zero_sim.targets import Target, find_target
 
 OURS = "zero_sim"
 _PLAIN_NUMBERS = frozenset({"optimizer.lr", "data.rows"})
-"""Settings that may change even if the case has their defaults: any value is as good."""
+"""Settings that may change even if the case has defaults, because any value is as plain."""
 _OMITTED_FIELDS = frozenset(
     {"schema", "name", "description", "model.name", "model.dtype", "model.shapes", "world.size",
      "system.target", "run.steps", "run.seed", "run.stall_seconds"}
 )  # fmt: skip
-"""Fields that `in_words` shows first, or that do not affect what the case does."""
+"""Fields that `in_words` shows first, or that do not affect the computation."""
 _SETTINGS_SHOWN = 8
 _NAME_CHARS_MAX = 80
 Judge = Callable[[Scenario], CaseResult]
@@ -39,27 +39,27 @@ def shrink_finding(
     is_over: Callable[[], bool] = lambda: False,
     right: Judge | None = None,
 ) -> tuple[Reduced, CaseResult]:
-    """Make a case smaller as long as it has the same finding, for the same reason.
+    """Make a case smaller as long as it has the same finding for the same reason.
 
-    A smaller case counts only if:
+    A smaller case is only accepted if:
 
-    - its finding has the key of the original, as far as a smaller case can keep it (see `keys`);
-    - its values do not differ by mere rounding, unless those of the original do;
-    - every control that the original passes passes as well: a right system, and the system itself
-      without the planned faults. Otherwise the smaller case may fail for another reason;
-    - it has no setting that the original lacks, which could bring in another cause.
+    - its finding has the same key (see `keys`);
+    - its difference is more than rounding, unless the original's is not;
+    - it passes all controls that the original passes: a right system, and the system itself without
+      the planned faults. Otherwise the smaller case may fail for another reason;
+    - it has no setting that the original lacks, because this may be another cause.
 
     Args:
-        scenario: A failing case whose finding smaller cases can have; see `may_shrink`.
+        scenario: A failing case for which `may_shrink` is true.
         result: Its result.
         judge: Judges a case.
         may_ask: Returns True if the target supports a case.
         limits: As for `shrink`.
         is_over: As for `shrink`.
-        right: Judges a case with a system that is known to be right; None if there is none.
+        right: Judges a case with a system that is known to be right; None without one.
 
     Returns:
-        The result of the search, and the result of its case. A smaller case gets its own name and
+        Result of the search, and result of its smallest case, which gets its own name and
         description.
 
     Raises:
@@ -74,16 +74,15 @@ def shrink_finding(
     def has_it(other: Scenario) -> bool:
         nonlocal best
         judged = judge(other)
-        # The key first, because it needs no run, while each control does.
+        # First the key, because each control needs another run.
         if not may_become(key, judged) or not keeps_apart(judged, before=result):
             return False
         if not all(control(other) for control in controls):
             return False
-        # Keep one result only: event logs are large, and only the smallest case is reported.
+        # Keep a single result, because event logs are large and only the smallest case is reported.
         best = judged
         return True
 
-    # A new setting could bring in a cause of its own.
     had = settings_of(scenario) | _PLAIN_NUMBERS
 
     def may_be(other: Scenario) -> bool:
@@ -104,15 +103,15 @@ def _is_of(path: str, had: Collection[str]) -> bool:
 
 
 def right_judge(target: Target, *, pool: WorldPool, device: str = "cpu") -> Judge | None:
-    """Return a judge that uses our own system, which passes every case that it supports.
+    """Return a judge of zero_sim's own system, which passes every case that it supports.
 
     Args:
         target: The system under test.
         pool: Worlds to run on.
-        device: Device to compute on.
+        device: Compute device.
 
     Returns:
-        None if the target is our own system.
+        None if the target is zero_sim's own system.
     """
     ours = find_target(OURS)
     if target is ours or target.name == ours.name:
@@ -129,10 +128,10 @@ def right_judge(target: Target, *, pool: WorldPool, device: str = "cpu") -> Judg
 def _controls(
     scenario: Scenario, judge: Judge, right: Judge | None
 ) -> list[Callable[[Scenario], bool]]:
-    """Return the controls of a case: runs that must pass for its finding to mean a fault."""
+    """Return a case's controls: runs that must pass if its finding has the expected cause."""
     found: list[Callable[[Scenario], bool]] = []
     if scenario.faults:
-        # A candidate without faults fails for another reason, so it has no control to pass.
+        # The planned faults are the cause, so the case must have faults and pass without them.
         found.append(
             lambda other: bool(other.faults) and judge(replace(other, faults=())).verdict == "pass"
         )
@@ -147,7 +146,7 @@ def titled(scenario: Scenario, *, before: Scenario, check: str) -> Scenario:
     Args:
         scenario: The smaller case.
         before: The original case.
-        check: Id of the check that fails in both.
+        check: Check that fails in both.
     """
     origin = before.name[:_NAME_CHARS_MAX]
     made = f"Made from {origin!r}" if origin else "Made from a larger case"
@@ -196,7 +195,7 @@ def _settings(table: Mapping[str, object], prefix: str) -> Iterator[str]:
         if isinstance(value, dict) and value:
             yield from _settings(value, f"{path}.")
         elif isinstance(value, dict):
-            # An empty table, all of whose settings are defaults.
+            # A table in which all settings are defaults.
             yield path
         elif path not in _OMITTED_FIELDS and value is not None:
             yield f"{path} = {show(value)}"

@@ -1,4 +1,4 @@
-"""Size of a case, as an order of how hard it is to understand."""
+"""Size of a case: how hard it is to understand."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ UNCOUNTED = frozenset(
         "model.experts", "world.size", "run.steps", "run.seed", "run.stall_seconds",
     }
 )  # fmt: skip
-"""Fields that count elsewhere, or that do not affect what the case does."""
+"""Fields that count elsewhere, or that do not affect the computation."""
 
 
 @dataclass(frozen=True, order=True, kw_only=True, slots=True)
 class Size:
-    """Size of a case. The first number in which two sizes differ decides which is smaller."""
+    """Size of a case. Sizes compare by their first different number."""
 
     ranks: int
-    """Number of ranks; of the largest world, if a reload or a second layout makes two."""
+    """Ranks in the largest world, because a reload or second layout has another world."""
     params: int
     elements: int
-    """Elements of all params, on all ranks."""
+    """Elements of all params."""
     steps: int
     features: int
     """Non-default settings, including optional tables, and micro-batches after the first."""
 
     def as_dict(self) -> dict[str, int]:
-        """Return all fields, ready for JSON."""
+        """Return all fields as JSON values."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
@@ -53,11 +53,7 @@ Order = tuple[Size, int, int, str, int]
 
 
 def size_of(scenario: Scenario) -> Size:
-    """Compute the size of a case.
-
-    Args:
-        scenario: A valid case.
-    """
+    """Return the size of a valid case."""
     others = (each.world_size or 0 for each in (scenario.reload, scenario.pair) if each is not None)
     elems = [math.prod(shape) for _, shape in params_of(scenario.model)]
     return Size(
@@ -70,14 +66,12 @@ def size_of(scenario: Scenario) -> Size:
 
 
 def order_of(scenario: Scenario) -> Order:
-    """Return the position of a case among all: by size, then values, length of text, and seed.
-
-    The order is total: two cases compare equal only if they differ in nothing but their names.
-    """
-    # Breaks ties of equal sizes: smaller numbers and plainer choices first.
+    """Return a sort key: size, then values, text length, text and seed."""
+    # A total order, so that the search is deterministic: cases with equal keys only differ in name
+    # and description. Of equal sizes, smaller numbers and plainer choices come first.
     bulk = sum(weight for _, weight in _features(scenario))
     anonymous = replace(
-        # The seed comes last by itself, so it must not affect the length of the text.
+        # The seed is compared last, so it must not affect the text.
         scenario,
         name="",
         description="",
@@ -88,42 +82,42 @@ def order_of(scenario: Scenario) -> Order:
 
 
 def settings_of(scenario: Scenario) -> frozenset[str]:
-    """Return the paths of the settings that count as features."""
+    """Return the paths of settings that count as features."""
     return frozenset(path for path, _, _ in features_with_values(scenario))
 
 
 def features_with_values(scenario: Scenario) -> Iterator[tuple[str, Any, tuple[object, ...]]]:
-    """Yield path, value and choices of each setting that counts as a feature, by list item."""
+    """Yield path, value and choices of each feature. Each list item is a feature."""
     for path, value, choices in _settings(scenario, ""):
         if path not in UNCOUNTED and not (path == "model.name" and value == SIMPLEST_MODEL):
             yield path, value, choices
 
 
 def _features(scenario: Scenario) -> Iterator[tuple[int, int]]:
-    """Yield the count and the weight of each feature."""
+    """Yield count and weight of each feature."""
     for path, value, choices in features_with_values(scenario):
+        # Earlier choices are plainer, and smaller numbers are easier to read.
         weight = 0
         if value in choices:
-            # An earlier choice is plainer, a smaller number lighter.
             weight = choices.index(value)
         elif isinstance(value, int):
             weight = int(value)
-        yield value - 1 if path == "run.micro_batches" else 1, weight
         # Each further micro-batch is a feature.
+        yield value - 1 if path == "run.micro_batches" else 1, weight
 
 
 def _settings(record: Any, prefix: str) -> Iterator[tuple[str, Any, tuple[object, ...]]]:
-    """Yield path, value and choices of non-default settings, by list item."""
+    """Yield path, value and choices of non-default settings, item by item for lists."""
     for name, default, is_table, choices in _columns(type(record)):
         value, path = getattr(record, name), prefix + name
         if is_table:
             yield from _settings(value, f"{path}.")
             continue
-        # A field without a default is part of its table, which counts already.
+        # Required fields belong to their table, which already counts.
         is_required = default is dataclasses.MISSING and path != "model.name"
         if value == default or is_required:
             continue
-        # These two are one value each, not lists of settings.
+        # Each of these two tuples is a single value.
         is_list = isinstance(value, tuple) and path not in ("model.shapes", "optimizer.betas")
         for item in value if is_list else (value,):
             yield path, item, choices
@@ -133,7 +127,7 @@ def _settings(record: Any, prefix: str) -> Iterator[tuple[str, Any, tuple[object
 
 @cache
 def _columns(record: type) -> tuple[tuple[str, object, bool, tuple[object, ...]], ...]:
-    """Return name, default, True for a table that is always present, and choices of each field."""
+    """Return name, default, True for a table that is always present, and choices, by field."""
     types = fields_of(record)
     return tuple(
         (

@@ -1,8 +1,8 @@
-"""Candidates with one feature more but fewer ranks, params or steps, which weigh more.
+"""Candidates with an additional feature, but fewer ranks, params or steps, which count more.
 
-Many bugs show in two cases: one with a further rank or param, and one with a feature of the same
-effect. For example, an alignment adds the padding that a second rank would add. Which of the two is
-drawn is chance; these candidates lead from one to the other.
+Many bugs show either with another rank or param, or with a feature of the same effect. For example,
+an alignment adds the same padding as a second rank. The original case may have either form. These
+candidates lead to the smaller form.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from zero_sim.workloads import params_of
 Change = Callable[[Scenario], Scenario]
 
 TINY = ((1,), (2,), (1, 1))
-"""Sizes of the params of the smallest models."""
+"""Param sizes of the smallest models."""
 
 
 def substitutions(scenario: Scenario) -> Iterator[Scenario]:
-    """Yield the case with one feature more on fewer ranks, with fewer params, or in fewer steps."""
+    """Yield the case with another feature, but fewer ranks, params or steps."""
     for base in _bases(scenario):
         yield from (repaired(change(base)) for change in _CHANGES)
     if scenario.run.own_micro_batches and scenario.world.size > 1:
-        # A rank without data contributes no gradients; a one-rank param does so for one param.
+        # A rank without data contributes no gradients. A one-rank param has this effect alone.
         alone = repaired(changed(scenario, "world.size", 1))
         for elems in (1, 2):
             two = with_bare_params(alone, ((elems,), (elems,)))
-            # On one rank a sum changes nothing unless it is divided, so divide it too.
+            # On one rank, a sum has no effect unless it is divided.
             yield from (repaired(change(two)) for change in _READ_ONCE_FORMS)
 
 
 def one_world(scenario: Scenario) -> Scenario:
-    """Return the case in its world after the reload, from the first step on."""
+    """Return the case in the world after its reload, from the first step on."""
     if scenario.reload is None:
         return scenario
     return repaired(replace(after_reload(scenario), reload=None))
@@ -61,7 +61,7 @@ def _bases(scenario: Scenario) -> Iterator[Scenario]:
         if ranks < scenario.world.size:
             yield fewer
     if scenario.run.steps > 1:
-        # A reload needs several steps, so drop it for a single one.
+        # A reload needs several steps, so a single step drops it.
         yield changed(one_world(scenario), "run.steps", 1)
         yield repaired(changed(scenario, "run.steps", scenario.run.steps - 1))
 
@@ -71,7 +71,7 @@ def _setting(path: str, value: object) -> Change:
 
 
 def _staged(stage: Literal[0, 1, 2]) -> Change:
-    """Return a change to another stage, without the settings of stage 3."""
+    """Return a change to another stage, without settings of higher stages."""
 
     def change(scenario: Scenario) -> Scenario:
         system = replace(
@@ -113,7 +113,7 @@ def _frozen(index: int, *, start: int) -> Change:
         freeze = FreezeSpec(param=name, start=start, stop=start + 1)
         return changed(scenario, "model.freeze", (freeze,))
 
-    # Two steps, so that one can be frozen and one not.
+    # Two steps: one frozen, one not.
     return _both(change, _at_least("run.steps", 2))
 
 
@@ -131,7 +131,7 @@ def _read_once(scenario: Scenario) -> Scenario:
 
 def _growing(scenario: Scenario) -> Scenario:
     scale = scenario.optimizer.loss_scale or LossScaleSpec()
-    # With interval 1 the scale grows after every good step, so few steps show it.
+    # With interval 1, the scale grows after every good step, so few steps are enough.
     return changed(scenario, "optimizer.loss_scale", replace(scale, growth_interval=1))
 
 
@@ -176,7 +176,7 @@ _CHANGES: tuple[Change, ...] = (
     _TWO_STEPS,
     _TWO_MICRO_BATCHES,
     _both(_setting("system.sync", "every"), _TWO_MICRO_BATCHES),
-    # On one rank a mean over ranks divides by 1, so divide by micro-batches instead.
+    # On one rank, a mean over ranks divides by 1, so divide by micro-batches instead.
     _BY_MICRO_BATCHES,
     _both(_BY_MICRO_BATCHES, _setting("system.divide", "pre")),
     _both(_both(_SCALED, _setting("data.nan", NanSpec(step=0, rank=0))), _TWO_STEPS),
