@@ -62,7 +62,7 @@ def test_two_owners_of_a_tied_param_are_a_finding(result_of):
     assert (result.verdict, result.error) == ("fail", "")
     first = result.findings[0]
     assert first.check == "invariant.ownership"
-    assert "the engine has this tied param under its other name 'again.p0', too" in first.message
+    assert "the engine also has this tied param under its other name 'again.p0'" in first.message
     assert "belong to rank 0 twice" in first.message
 
 

@@ -173,7 +173,6 @@ class BoundedComparison(Steps):
         return ""
 
     def _tells_divided(self, taken: BoundedStep) -> bool:
-        """Return True if reported gradients are already divided."""
         return taken.divisor != 1 and self._group.tells_divided
 
     def compare_measured(self, result: StepResult, *, rank: int, step: int) -> Iterator[Finding]:
@@ -352,7 +351,6 @@ class BoundedComparison(Steps):
 
 
 def _width_of(taken: BoundedStep) -> Width:
-    """Return the width of a step's bounds."""
     # Exclude intervals of a single value.
     bounds = [(b, b.low != b.high) for b in taken.bounds.values()]
     return Width(

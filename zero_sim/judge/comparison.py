@@ -207,7 +207,6 @@ class Owed:
 
     steps: Steps
     exact: Comparison
-    """Comparison with a reference in this process."""
     digests: Comparing | None = None
     """Comparison with digests; None if the group has none."""
 

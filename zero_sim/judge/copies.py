@@ -1,8 +1,8 @@
 """Comparison of a tensor's copies on several ranks, which must have equal bits.
 
 With an unknown order of addition, no reference knows these bits. But in every reduction algorithm,
-one rank completes each sum and sends copies. If ranks are judged in separate processes, judges
-exchange hashes, which are compared at the end.
+one rank completes each sum and sends copies. Judges in separate processes exchange hashes, which
+are compared at the end.
 """
 
 from __future__ import annotations

@@ -61,7 +61,8 @@ class FactorCauses:
         known: dict[int, str] = {}
         # Equal counts cannot be distinguished, so they share a description.
         for name, count in counts.items():
-            # Only micro-batches per rank: other equal counts would repeat the number of ranks.
+            # Add only micro-batches per rank. If each rank has one, for example, the number of all
+            # micro-batches just repeats the number of ranks.
             if count > 1 and (count not in known or name == each):
                 known[count] = f"{known[count]} or {name}" if count in known else name
         return cls(
@@ -94,7 +95,7 @@ class FactorCauses:
         Args:
             bound: Bound of the sum. # 1D
             got: Reported gradient. # 1D
-            divisor: Divides the sum before the report.
+            divisor: Divisor between the sum and the report; 1 for none.
         """
         if not bool(got.any()):
             # Zeros fit an interval around zero with any factor.
@@ -128,7 +129,6 @@ class FactorCauses:
 
 
 def _holds(bound: Interval, got: Tensor, *, divisor: float) -> bool:
-    """Return True if values lie within the divided bound."""
     quotients = bound.divided_by(divisor)
     # Rounding is monotonic, so rounded ends bound rounded values.
     low, high = (end.to(got.dtype).double() for end in (quotients.low, quotients.high))

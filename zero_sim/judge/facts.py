@@ -1,8 +1,4 @@
-"""Facts about a rank's engine before the first step, which every judge needs from all ranks.
-
-The order of a sum depends on positions in buffers, and the bits of a matrix product may depend on
-param addresses. The oracle replays all ranks, so it needs both.
-"""
+"""Facts about a rank's engine before the first step, which every judge needs from all ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +26,6 @@ class Facts:
     addresses: Addresses
     """Addresses and strides of working params."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Shapes of working params."""
     unreported: frozenset[str] = frozenset()
     """Items that the engine does not report."""
     tied_parts: Mapping[str, str] = field(default_factory=dict)
@@ -104,6 +99,8 @@ def facts_of(engine: EngineAdapter, *, with_start: bool = False, with_drawn: boo
     if with_start:
         # Params override the module's, because an engine may hold other working params.
         begun = {**engine.module_tensors(), **params}
+    # The oracle replays all ranks, so it needs each rank's positions in buffers, which the order of
+    # a sum depends on, and param addresses, which the bits of a matrix product may depend on.
     return Facts(
         places=tuple(part.place for part in engine.parts()),
         addresses={name: memory_layout_of(param) for name, param in params.items()},

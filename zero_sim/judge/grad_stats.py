@@ -1,8 +1,8 @@
 """Comparison of reported norm and zeros with those of the reported gradients.
 
 With an unknown order of addition, the bounds only imply an interval for the norm. But together the
-ranks report the whole gradient, which has a single norm. If ranks are judged in separate processes,
-judges exchange the contributions of their parts.
+ranks report the whole gradient, which has a single norm. Judges in separate processes exchange the
+contributions of their parts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class PartStats:
     squares: float
     """Sum of squares, in fp64."""
     terms: int
-    """Number of elements."""
     zeros: int
 
 

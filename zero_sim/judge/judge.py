@@ -3,8 +3,8 @@
 Rank programs call the judge directly after a step, one rank at a time, before anything changes the
 state. So the judge copies tensors only if they differ.
 
-If each rank is a process, its judge observes only this rank. It receives the facts of the other
-ranks before the first step. It may also receive the reference's steps from another process.
+If each rank is a process, its judge observes only this rank. It receives the other ranks' facts
+before the first step, and may receive the reference's steps from another process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zero_sim.targets.adapt import PARTS
 
 
 class Judge:
-    """Judges a group of ranks, and collects the findings of its first bad step.
+    """Judges a group of ranks, and collects findings in its first bad step.
 
     If groups share a norm, connect their judges by `join_peers`.
 

@@ -30,7 +30,6 @@ class RankDigests:
     part_stats: tuple[PartStats, ...] = ()
     """Contribution of each owned part to norm and zeros."""
     reported: tuple[ReportedStats, ...] = ()
-    """Reported norm and zeros."""
 
     def check(self) -> Iterator[Finding]:
         """Yield a finding for each disagreement, with world ranks."""

@@ -1,6 +1,6 @@
-"""Element positions in the calls that reduce them. Most orders of addition depend on these.
+"""Element positions in reductions, as reported by engines.
 
-The reference has no buffers, so it receives the positions that engines report.
+Most orders of addition depend on these positions, and the reference has no buffers of its own.
 """
 
 from __future__ import annotations

@@ -57,7 +57,6 @@ class StepDigests:
     cut_dependence: ClassVar[str] = ""
 
     step: int
-    """Optimizer step, counted from 0."""
     norm: float
     """As in `ReferenceStep`, like all fields up to `data_digests`."""
     zeros: int
@@ -76,7 +75,6 @@ class StepDigests:
     state_keys: Mapping[str, Sequence[str]]
     """Sorted optimizer state keys, by param."""
     scale_names: Sequence[str]
-    """Names of fp8 params."""
     unmoved: Sequence[str] = ()
 
     def as_dict(self) -> dict[str, Any]:

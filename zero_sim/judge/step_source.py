@@ -1,8 +1,8 @@
 """Source of a group's expected steps, for a known order of addition.
 
-Another process or an earlier case of the family may share its steps. Sharing never changes
-findings: at the first difference, or if digests are not enough, the group's own reference takes all
-steps so far and continues.
+Another process or an earlier case may share its steps. Sharing never changes findings: at the first
+difference, or if digests are not enough, the group's own reference takes all steps so far and
+continues.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class StepSource(Steps):
 
     @property
     def reference(self) -> Reference:
-        """The group's own reference. While steps are shared, it stays at the first step."""
+        """The group's own reference. While steps are shared, it stays before the first step."""
         if isinstance(self._given, LateReference):
             self._given = self._given.build()
         return self._given

@@ -1,8 +1,4 @@
-"""Trajectories: steps of a reference, kept to judge other cases of its family.
-
-Cases of a family have the same model, data and optimizer, but other systems. If all inputs of the
-reference are equal, its steps for the first case also judge the others.
-"""
+"""Trajectories: steps of a reference, kept to judge later cases of the same family."""
 
 from __future__ import annotations
 
@@ -51,7 +47,7 @@ class LateReference:
 
 @dataclass(slots=True)
 class Trajectory:
-    """Shared steps of a case's groups that share a norm; implements `SharedSteps`."""
+    """Steps of all groups that share a norm; implements `SharedSteps`."""
 
     held: dict[int, Sequence[frozenset[str]]] = field(default_factory=dict)
     """Names of the params that each rank holds, by group number, for groups with a reference."""
@@ -78,7 +74,7 @@ class Trajectory:
 
 
 class Trajectories:
-    """The most recent trajectories of this process, by inputs of their references."""
+    """The most recent trajectories in this process, by their references' inputs."""
 
     def __init__(self) -> None:
         self._by_key: OrderedDict[Hashable, Trajectory] = OrderedDict()
@@ -89,6 +85,7 @@ class Trajectories:
         Args:
             key: All inputs of the reference.
         """
+        # With equal inputs, a reference takes equal steps, so one trajectory judges all systems.
         found = self._by_key.setdefault(key, Trajectory())
         self._by_key.move_to_end(key)
         # Drop the least recently used.

@@ -174,7 +174,6 @@ def _check_accuracy(scenario: Scenario, reached: float | None) -> list[Finding]:
 
 
 def _doubts(scenario: Scenario, observations: Observations) -> tuple[Finding, ...]:
-    """Return the reasons why a pass would prove little."""
     return (
         *check_meaning(scenario, observations.judged),
         *check_faults(observations.faults),
@@ -281,7 +280,7 @@ def check_meaning(scenario: Scenario, judges: Sequence[JudgeReport]) -> Iterator
         )
     owed = sum((judge.owed for judge in judges), start=Counter[Guarantee]())
     depending = owed.total() - owed["order-free"]
-    # Sums of these models are exact, unless a case exceeds the exact range of its dtype.
+    # These models have exact sums, unless a case exceeds the exact range of its dtype.
     if scenario.model.name in EXACT_MODELS and depending:
         yield Finding(
             check=Check.GUARD_NOT_ORDER_FREE,

@@ -49,14 +49,12 @@ class Shown:
     rank: int
     """Group rank."""
     step: int
-    """Counted from 0."""
     engine: EngineAdapter
     notes: RankNotes
     group: JudgedGroup
     owed: Owed
     # Views, so checks must not keep them.
     parts: Sequence[OwnedPart] = ()
-    """Owned parts after a step."""
     losses: Sequence[Tensor] = ()
     """Losses by micro-batch, after a step."""
     params: Mapping[str, Tensor] = field(default_factory=dict)
