@@ -113,8 +113,8 @@ def wrongly_raised(step: int, rank: int, *, raised: str) -> Finding:
     """Return a finding for a step that raised without cause, or should have raised.
 
     Args:
-        step: The step.
-        rank: The rank.
+        step: Counted from 0.
+        rank: Group rank.
         raised: The exception as text; empty if the step returned.
     """
     message = (

@@ -233,7 +233,7 @@ def not_judged(
     """Return the result of a case that was not judged.
 
     Args:
-        case_id: The case.
+        case_id: Id of the case.
         error: Reason, in one sentence.
         finding: Internal error; None if the case was refused.
         seconds: Duration.
@@ -247,7 +247,7 @@ def unforeseen(error: Exception, *, id: str, seconds: float = 0.0) -> CaseResult
 
     Args:
         error: The exception. Call this inside its `except` block.
-        id: The case.
+        id: Id of the case.
         seconds: Duration.
     """
     # `format_exc` reads the current exception, not `error`.

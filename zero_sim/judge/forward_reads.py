@@ -77,10 +77,10 @@ class ForwardReads(Observer):
                     kept[name] = value.detach().clone()
 
     def note_right(self, step: int, params: Mapping[str, Tensor]) -> None:
-        """Record the params that hooks can observe, by a step with right losses.
+        """Record the params that hooks can observe.
 
         Args:
-            step: The step.
+            step: A step with right losses.
             params: The reference's params in this step.
         """
         for (when, _), reads in self._reads.items():

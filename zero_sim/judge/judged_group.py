@@ -226,7 +226,7 @@ class JudgedGroup:
         Args:
             part: Reported by its engine.
             rank: Its owner.
-            step: The step.
+            step: The completed step.
             master: Expected master, cut to the part.
             state: Expected optimizer state by torch's key, cut to the part.
             known: Returns candidates for a key, or for the master if the key is empty.

@@ -85,7 +85,7 @@ def check_reported(facts: Facts, *, scenario: Scenario, target_name: str) -> Non
 
     Args:
         facts: Facts about a rank's engine.
-        scenario: The case.
+        scenario: The case, with its order of addition.
         target_name: For the message.
 
     Raises:
