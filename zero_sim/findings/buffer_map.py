@@ -15,8 +15,7 @@ from zero_sim.findings.records import BufferMap, Finding, MappedBucket, MappedPi
 from zero_sim.targets import Place
 
 PIECES_MAX = 512
-"""Largest number of pieces in a map. A map of a larger buffer shows the pieces around the
-difference."""
+"""Largest number of pieces in a map. If there are more, it shows those around the difference."""
 
 DIFFER_MAX = 512
 """Largest number of marked spans in a map."""

@@ -124,15 +124,9 @@ def _ulp(a: Tensor, b: Tensor) -> int | None:
 
 
 def places_of(values: Tensor) -> Tensor:
-    """Number all values of a dtype in ascending order, from 0 at zero, and return the numbers.
+    """Number each value in the ascending order of its dtype, from 0 at zero, as int64.
 
     The difference of two numbers is their distance in ulp.
-
-    Args:
-        values: Any shape, floating-point.
-
-    Returns:
-        int64, same shape.
     """
     # IEEE 754 bits are sign and magnitude, so negative values count down from 0.
     bits = _bits(values).to(torch.int64)

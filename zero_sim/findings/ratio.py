@@ -45,14 +45,11 @@ def ratio_in_words(ratio: Ratio | None) -> str:
 
 
 def find_ratio(expected: Tensor, got: Tensor) -> Ratio | None:
-    """Find a factor n or 1/n; see [Note: rounded ratios].
+    """Find a factor n or 1/n, see [Note: rounded ratios]; None if it does not explain all elements.
 
     Args:
         expected: Any shape, floating-point.
         got: Same shape and dtype.
-
-    Returns:
-        None if no such factor explains all elements.
     """
     if not expected.is_floating_point() or not bool(expected.any()) or not bool(got.any()):
         return None

@@ -37,15 +37,12 @@ class Known:
 
 
 def recognize(expected: Tensor, got: Tensor, *, known: Iterable[Known] = ()) -> str:
-    """Describe the observed values, such as `is zero`.
+    """Describe the observed values, such as `is zero`; empty if they are not recognised.
 
     Args:
         expected: Any shape.
         got: Same number of elements and dtype, different bits.
         known: Candidates, used only if the values are neither zero nor poison.
-
-    Returns:
-        Empty if the values are not recognised.
     """
     wanted, came = expected.reshape(-1), got.reshape(-1)
     differs = unequal(wanted, came)
