@@ -253,7 +253,7 @@ def _memory() -> Node:
     alone = object_of({"gradients_freed": _COUNTS, "gradients_kept": _COUNTS})
     return {
         "bytes_per_rank": _described(_COUNTS, "Value of the first row."),
-        "total": _described(_COUNT, "Likewise."),
+        "total": _described(_COUNT, "Value of the first row."),
         "rows": list_of(row),
         "single_device": _described(_or_null(alone), "One device without buffers."),
         "limits": _described(
@@ -284,7 +284,7 @@ def _traffic() -> Node:
     )
     return {
         "bytes_sent_per_rank": _described(sent, "Value of the first row."),
-        "total": _described(_COUNT, "Likewise."),
+        "total": _described(_COUNT, "Value of the first row."),
         "rows": list_of(row),
         "network": record_schema(Network),
         "measured": _measured(),
