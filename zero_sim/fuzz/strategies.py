@@ -343,6 +343,8 @@ def _hiding(scenario: Scenario, *, swarm: Swarm) -> Scenario:
     # `tp-block`, because the reference trains all its parts in a known order.
     may_hide = scenario.world.order != "linear" and scenario.model.name != "tp-block"
     may_hide &= scenario.world.order_known and not why_order_matters(scenario)
+    # An engine that declares nothing may report no masters, and then bounds prove nothing.
+    may_hide &= swarm.able != Capabilities()
     if swarm.on("unknown order", fits=may_hide):
         scenario = replace(scenario, world=replace(scenario.world, order_known=False))
     return scenario
