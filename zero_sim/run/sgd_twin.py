@@ -34,8 +34,8 @@ def with_twin(
     """Judge a case's twin if the case did not show how gradients are divided.
 
     Args:
-        result: The case's result.
-        scenario: The case.
+        result: Result of the case.
+        scenario: The case that gave `result`.
         judge: Judges a case without its twin.
         find: Returns the system under test; called if a twin is needed.
 
