@@ -1,4 +1,5 @@
-"""Activation checkpoints: what is kept, and that gradients are those of one device."""
+"""Activation checkpoints under tensor parallelism: resident memory, and gradients equal to one
+device's."""
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def grads_of(module, work, look=None):
 @pytest.mark.parametrize("kept", ["none", "whole", "split"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("tp", [2, 4])
-def test_gradients_are_those_of_one_device(world_of, kept, dtype, tp):
+def test_gradients_equal_one_device(world_of, kept, dtype, tp):
     work = workload(tp, dtype)
     whole, _ = grads_of(work.build(), work)
     assert any(grad.any() for grad in whole.values())
@@ -46,7 +47,7 @@ def test_gradients_are_those_of_one_device(world_of, kept, dtype, tp):
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize(("kept", "part"), [("whole", 1), ("split", 4)])
-def test_what_is_kept_until_backward(world_of, kept, part, offload):
+def test_checkpoints_stay_resident_until_backward(world_of, kept, part, offload):
     work = workload(4)
 
     def program(rank):
@@ -76,7 +77,7 @@ def test_a_forward_without_gradients_keeps_nothing(world_of):
     assert world_of(2).run(program) == [[], []]
 
 
-def test_parts_together_are_the_whole():
+def test_parts_combine_to_the_whole_model():
     work = workload(4)
     whole = dict(work.build().named_parameters())
     parts = [dict(work.build_part(index).named_parameters()) for index in range(4)]

@@ -28,30 +28,29 @@ def sgd(params):
 
 
 def shapes_of(world_size):
-    """Sizes around the world size, one element, none, a scalar, and some that are cut."""
+    """Return sizes near the world size, one element, none, a scalar, and shapes cut by shards."""
     n = world_size
     return [(n - 1,), (n,), (n + 1,), (1,), (0,), (), (3, 5), (2 * n + 1,)]
 
 
 def draw(seed, shapes, dtype):
-    """Draw tensors of these shapes."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
 def build_module(shapes, dtype):
-    """The same initial bits on every call."""
+    """Build a module with the same initial bits on every call."""
     return nn.ParameterList([nn.Parameter(value) for value in draw(7, shapes, dtype)])
 
 
 def compute_loss(params, *, step, rank, micro, dtype):
-    """A loss whose gradient depends on the data of this rank and on the params."""
+    """Compute a loss whose gradient depends on this rank's data and on the params."""
     data = draw(1000 * step + 10 * rank + micro, [tuple(p.shape) for p in params], dtype)
     return sum(((p * p + p) * x).sum() for p, x in zip(params, data, strict=True))
 
 
 def train_with_zero(*, shapes, dtype, config, optim_factory):
-    """Run the system on one rank; returns per step its params and its owned fragments."""
+    """Train on one rank; return params and owned fragments per step."""
     module = build_module(shapes, dtype)
     ddp = DistributedDataParallel(module, config=config, group=dist.group.WORLD)
     optimizer = DistributedOptimizer(ddp, optim_factory=optim_factory)
@@ -72,7 +71,7 @@ def train_with_zero(*, shapes, dtype, config, optim_factory):
 
 
 def train_plainly(*, world_size, shapes, dtype, config, optim_factory):
-    """One device, one loop over ranks; returns per step its params and all state by param."""
+    """Train on one device with a loop over ranks; return params and all state per step."""
     params = build_module(shapes, dtype)
     masters = [nn.Parameter(param.detach().float()) for param in params]
     optimizer = optim_factory(masters)
@@ -108,14 +107,14 @@ def train_plainly(*, world_size, shapes, dtype, config, optim_factory):
 
 
 def assert_same_bits(got, expected, where):
-    """Compare as integers: zeros with their signs, no tolerance."""
+    """Compare as integers, so zeros keep their signs and there is no tolerance."""
     bits = torch.int16 if expected.element_size() == 2 else torch.int32
     assert (got.dtype, got.shape) == (expected.dtype, expected.shape), where
     assert torch.equal(got.contiguous().view(bits), expected.contiguous().view(bits)), where
 
 
 def assert_same_history(per_rank, expected, *, stage):
-    """Every rank's params and owned state are the plain loop's, and each element is owned."""
+    """Compare params and owned state of every rank with the plain loop; check ownership."""
     for step, (params, state) in enumerate(expected):
         owners = {
             name: torch.zeros(param.numel(), dtype=torch.int) for name, param in params.items()
@@ -141,10 +140,10 @@ def assert_same_history(per_rank, expected, *, stage):
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
 )
 class TestAgainstAPlainLoop:
-    """The sharded system and a plain loop agree in every bit after every step."""
+    """The sharded system and a plain loop, compared bit by bit after every step."""
 
-    def test_stage_1_for_every_layout(self, run_ranks, world_size, dtype):
-        """Buckets, alignment and order of params change nothing."""
+    def test_stage_1_with_every_layout(self, run_ranks, world_size, dtype):
+        """Buckets, alignment and order of params do not affect the bits."""
         shapes = shapes_of(world_size)
         plain = {"shapes": shapes, "dtype": dtype, "optim_factory": adamw}
         expected = train_plainly(world_size=world_size, config=ZeroConfig(), **plain)
@@ -160,8 +159,7 @@ class TestAgainstAPlainLoop:
             assert_same_history(results, expected, stage=1)
 
     @pytest.mark.parametrize("stage", [0, 1])
-    def test_for_every_numeric_choice(self, run_ranks, world_size, dtype, stage):
-        """Divisor, gradient dtype and optimizer mean the same sharded and plain."""
+    def test_every_divisor_dtype_and_optimizer(self, run_ranks, world_size, dtype, stage):
         shapes = shapes_of(world_size)
         choices = zip(
             product(("none", "pre", "post"), ("param", "fp32")),

@@ -1,4 +1,4 @@
-"""An arena: gradients in memory that is taken once, and in no other while they come in order."""
+"""Arena: a single allocation for gradients, used as long as they arrive in order."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ def step(ddp, inputs=None):
 
 
 def storages_of(ddp):
-    """Collect where each gradient lies as it arrives."""
+    """Collect the storage address of each gradient as it arrives."""
     seen = []
     for param in ddp.params.values():
         param.register_post_accumulate_grad_hook(
@@ -40,7 +40,7 @@ def storages_of(ddp):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_all_gradients_lie_in_it(world_of, stage):
+def test_all_gradients_lie_in_the_arena(world_of, stage):
     def program(rank):
         ddp, arena = wrap(stage=stage)
         seen = storages_of(ddp)
@@ -51,15 +51,15 @@ def test_all_gradients_lie_in_it(world_of, stage):
     assert world_of(2).run(program) == [(8, True)] * 2
 
 
-def test_one_that_comes_too_early_has_memory_of_its_own(world_of):
-    """Each layer has a backward of its own, the first one first, where it is expected last."""
+def test_early_gradient_gets_its_own_memory(world_of):
+    """Each layer has its own backward, first layer first; the arena expects it last."""
 
     def program(rank):
         ddp, arena = wrap(stage=2)
         layers = list(ddp.module)
         ddp.begin_last_micro_batch()
         grads = {}
-        for layer in layers:  # Each by itself, the first one first: the order is turned round.
+        for layer in layers:  # One backward per layer, in reverse of the expected order.
             out = layer(torch.full((1, 2), rank + 1.0))
             out.sum().backward()
             inside = arena.memory.untyped_storage().data_ptr()
@@ -76,21 +76,21 @@ def test_one_that_comes_too_early_has_memory_of_its_own(world_of):
     assert world_of(2).run(program) == [([True, True, False], [True] * 4)] * 2
 
 
-def test_its_length_does_not_grow_with_depth(world_of):
+def test_length_is_independent_of_depth(world_of):
     def program(rank):
         return [len(wrap(depth=depth)[1].memory) for depth in (2, 9)]
 
     assert world_of(1).run(program) == [[1024, 1024]]
 
 
-def test_where_gradients_stay_it_holds_all(world_of):
+def test_accumulated_gradients_all_fit_in_the_arena(world_of):
     def program(rank):
         return len(wrap(depth=9, micro_batches=2)[1].memory)
 
     assert world_of(1).run(program) == [9 * 512]
 
 
-def test_what_is_in_use_is_given_to_nobody_else():
+def test_span_in_use_is_not_given_again():
     arena = Arena(1024, device=torch.device("cpu"))
     first = arena.take(Span(0, 512), dtype=torch.float32)
     assert first.shape == (128,)
@@ -99,7 +99,7 @@ def test_what_is_in_use_is_given_to_nobody_else():
     assert arena.take(Span(508, 1024), dtype=torch.bfloat16) is not None
 
 
-def test_without_use_it_is_refused(world_of):
+def test_stage_1_refuses_an_arena(world_of):
     def program(rank):
         with pytest.raises(UsageError, match="stage=1, which keeps unsharded gradients"):
             wrap(stage=1)
@@ -107,8 +107,8 @@ def test_without_use_it_is_refused(world_of):
     world_of(1).run(program)
 
 
-def test_beside_reduce_buffers_it_is_refused(world_of):
-    """Gradients go through the buffers, so the arena would be memory for nothing."""
+def test_reduce_buffers_refuse_an_arena(world_of):
+    """Gradients go through the buffers, so the arena would be unused."""
 
     def program(rank):
         ddp = DistributedDataParallel(

@@ -1,4 +1,4 @@
-"""The flat memory of one kind and dtype of param."""
+"""Flat memory for params of a single kind and dtype."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zero_sim.zero.sharding import sharding_of
 def make_buffer(
     params, *, group, stage=1, grad_dtype=torch.float32, replica_group=None, every=False, **policy
 ):
-    """Build the one buffer of named fp32 params; `shard_count` follows the group."""
+    """Build the only buffer of named fp32 params; `shard_count` follows the group."""
     specs = [
         ParamSpec(name=name, shape=tuple(param.shape), dtype="fp32")
         for name, param in params.items()
@@ -41,46 +41,43 @@ def make_buffer(
 
 
 def make_params(*sizes):
-    """Make 1-D params p0, p1, ... that count up through all of them."""
+    """Make 1-D params p0, p1, ... with consecutive values."""
     values = torch.arange(float(sum(sizes))).split(list(sizes))
     return {f"p{i}": nn.Parameter(value.clone()) for i, value in enumerate(values)}
 
 
 class TestViews:
-    """Params and gradients become views of flat memory."""
+    """Params and gradients as views of flat memory."""
 
     def test_params_keep_their_values(self, lone_group):
-        """Moving a param changes nothing but where it lies."""
         params = make_params(3, 2)
         buffer = make_buffer(params, group=lone_group, align_elems=4)
         assert buffer.param_data.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
         assert params["p1"].tolist() == [3, 4]
 
     def test_params_follow_the_flat_memory(self, lone_group):
-        """A write to the buffer is seen in the param, without a copy."""
         params = make_params(3, 2)
         buffer = make_buffer(params, group=lone_group)
         buffer.param_data[4] = 9
         assert params["p1"].tolist() == [3, 9]
 
-    def test_gradients_have_the_param_s_shape_and_their_own_dtype(self, lone_group):
-        """main_grad is a view of grad_data, in the gradient's dtype."""
+    def test_gradients_have_the_param_shape_and_their_own_dtype(self, lone_group):
         params = {"w": nn.Parameter(torch.ones(2, 3))}
         buffer = make_buffer(params, group=lone_group, grad_dtype=torch.bfloat16)
         params["w"].main_grad[1, 2] = 7
         assert params["w"].main_grad.dtype is torch.bfloat16
         assert buffer.grad_data.tolist() == [0, 0, 0, 0, 0, 7]
 
-    def test_hold_the_logical_order_of_a_transposed_param(self, lone_group):
-        """A param with foreign strides is laid out row by row, as its shape reads."""
+    def test_transposed_param_keeps_its_logical_order(self, lone_group):
+        """A param with non-contiguous strides is laid out row by row, in the order of its shape."""
         params = {"w": nn.Parameter(torch.arange(6.0).reshape(2, 3).t())}
         before = params["w"].tolist()
         buffer = make_buffer(params, group=lone_group)
         assert buffer.param_data.tolist() == [0, 3, 1, 4, 2, 5]
         assert params["w"].tolist() == before
 
-    def test_stage_0_leaves_params_where_they_are(self, lone_group):
-        """Without shards there is no flat param memory to pay for."""
+    def test_stage_0_does_not_move_params(self, lone_group):
+        """Without shards, flat param memory would be waste."""
         params = make_params(3)
         place = params["p0"].data_ptr()
         buffer = make_buffer(params, group=lone_group, stage=0)
@@ -89,10 +86,10 @@ class TestViews:
 
 
 class TestReduction:
-    """Gradients are summed over the ranks, bucket by bucket."""
+    """Sums of gradients over ranks, bucket by bucket."""
 
     def test_scatters_each_bucket(self, run_ranks):
-        """Every rank finds the sum of its own part of each param, and only there."""
+        """Every rank finds the sum of its own part of each param, and nothing else."""
 
         def program(rank):
             params = make_params(3, 4)
@@ -107,7 +104,6 @@ class TestReduction:
         assert [record.elems for record in log.of_rank(0)] == [4, 4]
 
     def test_sums_whole_buckets_with_stage_0(self, run_ranks):
-        """Without shards every rank finds the whole sum."""
 
         def program(rank):
             params = make_params(3)
@@ -121,7 +117,7 @@ class TestReduction:
 
     @pytest.mark.parametrize("stage", [0, 1])
     def test_leaves_padding_at_zero(self, run_ranks, stage):
-        """Padding takes part in every sum and stays zero, also divided."""
+        """Padding takes part in every sum and division and stays zero."""
 
         def program(rank):
             params = make_params(3, 1)
@@ -139,8 +135,8 @@ class TestReduction:
         results, _ = run_ranks(3, program)
         assert results == [[0, 0]] * 3
 
-    def test_of_a_bucket_without_elements_is_no_collective(self, run_ranks):
-        """All ranks know from the plan that there is nothing to exchange."""
+    def test_empty_bucket_makes_no_collective(self, run_ranks):
+        """All ranks know from the plan that the bucket is empty."""
 
         def program(rank):
             buffer = make_buffer({"p": nn.Parameter(torch.zeros(0))}, group=dist.group.WORLD)
@@ -151,18 +147,18 @@ class TestReduction:
         assert log.of_rank(0) == []
 
     @pytest.mark.parametrize("stage", [0, 3])
-    def test_of_whole_params_needs_some_whose_owners_write_shards(self, lone_group, stage):
-        """Without shards there is nothing to gather, and shards of params are gathered on use."""
+    def test_allgather_params_is_refused_at_stages_0_and_3(self, lone_group, stage):
+        """Without shards there is nothing to gather; at stage 3 params are gathered on use."""
         buffer = make_buffer(make_params(2), group=lone_group, stage=stage)
         with pytest.raises(UsageError, match=r"unsharded params.*got allgather_params\(\)"):
             buffer.allgather_params()
 
 
 class TestUnevenShards:
-    """Without padding ranks own different numbers of elements, some of them none."""
+    """Shards without padding: ranks own different numbers of elements, possibly none."""
 
     def test_are_reduced_and_gathered(self, run_ranks):
-        """Three elements over two ranks and five over two: 2 + 1 and 3 + 2."""
+        """Three elements over two ranks give 2 + 1; five give 3 + 2."""
 
         def program(rank):
             params = make_params(3, 5)
@@ -180,8 +176,8 @@ class TestUnevenShards:
         kinds = [record.kind for record in log.of_rank(0)]
         assert kinds == ["reduce_scatter_list"] * 2 + ["all_to_all"] * 2
 
-    def test_that_happen_to_be_even_need_no_lists(self, run_ranks):
-        """Every rank knows from the plan that this bucket divides."""
+    def test_even_split_uses_plain_collectives(self, run_ranks):
+        """The plan shows every rank that this bucket divides evenly."""
 
         def program(rank):
             buffer = make_buffer(make_params(4), group=dist.group.WORLD, partition="uneven")
@@ -191,8 +187,8 @@ class TestUnevenShards:
         _, log = run_ranks(2, program)
         assert [record.kind for record in log.of_rank(1)] == ["reduce_scatter", "all_gather"]
 
-    def test_of_nothing_are_summed_over_replicas_by_nobody(self, run_ranks):
-        """One element, two shards, two copies: the second shard's owners have nothing to add."""
+    def test_empty_shards_are_not_summed_over_replicas(self, run_ranks):
+        """With one element and two replicas, owners of the empty second shard add nothing."""
 
         def program(rank):
             pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -215,10 +211,10 @@ class TestUnevenShards:
 
 
 class TestAccumulatedSums:
-    """Sums of several micro-batches are added up in memory of their own."""
+    """Sums of several micro-batches, accumulated in separate memory."""
 
-    def test_are_what_the_owner_sees(self, run_ranks):
-        """Per bucket the shard of each sum; the gradients are zero again after each."""
+    def test_owner_reads_accumulated_sums(self, run_ranks):
+        """Each bucket accumulates its shard of each sum; gradients are zero after each."""
 
         def program(rank):
             params = make_params(3, 4)
@@ -239,10 +235,10 @@ class TestAccumulatedSums:
 
 
 class TestInSteps:
-    """What is started comes back at once and is finished later."""
+    """Asynchronous operations, finished later."""
 
-    def test_a_reduction_without_its_second_sum_is_finished_whole(self, run_ranks):
-        """finish_reduce sums over the replicas also where nobody chained it."""
+    def test_finish_reduce_completes_the_replica_sum(self, run_ranks):
+        """finish_reduce sums over the replicas even if the caller did not chain that sum."""
 
         def program(rank):
             alone = [dist.new_group([0]), dist.new_group([1])]
@@ -258,8 +254,8 @@ class TestInSteps:
         results, _ = run_ranks(2, program)
         assert results == [([11, 11], False)] * 2
 
-    def test_a_gather_is_waited_for_before_its_shard_is_written(self, run_ranks):
-        """The first rank gets what was written before the gather, not what came after it."""
+    def test_write_waits_for_the_gather_of_its_shard(self, run_ranks):
+        """The first rank receives values written before the gather, and none written after it."""
 
         def program(rank):
             params = make_params(2)
@@ -278,10 +274,10 @@ class TestInSteps:
 
 
 class TestParamShards:
-    """Each rank writes its part of the working params."""
+    """Each rank's part of the params."""
 
     def test_written_parts_reach_every_rank(self, run_ranks):
-        """After the gather each param is what its owners wrote, cast to its dtype."""
+        """After the gather, each param has its owners' values, cast to its dtype."""
 
         def program(rank):
             params = make_params(3, 2)
@@ -295,8 +291,7 @@ class TestParamShards:
         results, _ = run_ranks(2, program)
         assert results == [[[100, 101, 102], [203, 204]]] * 2
 
-    def test_are_empty_where_nothing_is_owned(self, run_ranks):
-        """A rank that owns nothing of a param reads and writes 0 elements."""
+    def test_are_empty_on_ranks_that_own_nothing(self, run_ranks):
 
         def program(rank):
             params = make_params(1)
@@ -310,20 +305,19 @@ class TestParamShards:
 
     @pytest.mark.parametrize("shape", [(2,), (4,), (3, 1), ()])
     def test_refuse_data_of_another_length(self, lone_group, shape):
-        """The message names the param, the length that is owned and the shape that came."""
         params = make_params(3)
         buffer = make_buffer(params, group=lone_group)
         with pytest.raises(LayoutError, match=r"3 elements.*param 'p0', shard 0 of 1"):
             buffer.write_param_shard(params["p0"], torch.zeros(shape))
 
-    def test_refuse_a_stranger(self, lone_group):
-        """A param that the buffer does not hold is an error, also with a fitting shape."""
+    def test_refuse_an_unknown_param(self, lone_group):
+        """A param outside the buffer is refused even if its shape fits."""
         buffer = make_buffer(make_params(3), group=lone_group)
         with pytest.raises(LayoutError, match="buffer dense/fp32"):
             buffer.get_grad_shard(nn.Parameter(torch.zeros(3)))
 
-    def test_of_stage_0_write_through_the_param_s_own_strides(self, lone_group):
-        """A transposed param in its own storage gets each element where its shape says."""
+    def test_stage_0_writes_through_param_strides(self, lone_group):
+        """A transposed param in its own storage gets each element at its logical position."""
         params = {"w": nn.Parameter(torch.zeros(2, 3).t())}
         buffer = make_buffer(params, group=lone_group, stage=0)
         buffer.write_param_shard(params["w"], torch.arange(6.0))
@@ -332,17 +326,15 @@ class TestParamShards:
 
 
 class TestPlanCheck:
-    """A plan made for something else is refused."""
+    """Plans that do not match the group or the params."""
 
     @pytest.mark.parametrize(("stage", "shard_count", "expected"), [(1, 2, 1), (0, 2, 1)])
     def test_shard_count_must_fit_the_group(self, lone_group, stage, shard_count, expected):
-        """The message holds both numbers and what to plan with."""
         message = f"{expected} shards.*shard_count={shard_count}.*Use plan_buffers"
         with pytest.raises(LayoutError, match=message):
             make_buffer(make_params(4), group=lone_group, stage=stage, shard_count=shard_count)
 
-    def test_params_must_be_those_planned(self, lone_group):
-        """Missing and extra params are named."""
+    def test_params_must_match_the_plan(self, lone_group):
         (plan,) = plan_buffers(
             [ParamSpec(name="a", shape=(2,), dtype="fp32")], policy=LayoutPolicy(shard_count=1)
         )
@@ -355,8 +347,7 @@ class TestPlanCheck:
                 grad_dtype=torch.float32,
             )
 
-    def test_shapes_must_be_those_planned(self, lone_group):
-        """A param of another shape is named with both shapes."""
+    def test_shapes_must_match_the_plan(self, lone_group):
         (plan,) = plan_buffers(
             [ParamSpec(name="p0", shape=(2,), dtype="fp32")], policy=LayoutPolicy(shard_count=1)
         )

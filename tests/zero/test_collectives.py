@@ -1,4 +1,4 @@
-"""The collectives that ZeRO uses, over explicit groups."""
+"""Collectives of ZeRO over explicit groups."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from zero_sim.zero.collectives import (
 
 
 class TestSizeAndRank:
-    """size_and_rank asks the group, never the default one."""
+    """Size and rank inside an explicit group."""
 
-    def test_is_that_inside_the_group(self, run_ranks):
+    def test_rank_is_relative_to_the_group(self, run_ranks):
         """Ranks 2 and 3 of a world are 0 and 1 of their own group."""
 
         def program(rank):
@@ -31,13 +31,12 @@ class TestSizeAndRank:
         results, _ = run_ranks(4, program)
         assert results == [None, None, (2, 0), (2, 1)]
 
-    def test_refuses_the_default_group_by_omission(self):
-        """None would mean all ranks to torch; here it is a mistake."""
+    def test_refuses_none_as_group(self):
+        """torch reads None as all ranks; here it is a mistake."""
         with pytest.raises(UsageError, match=r"explicit process group.*group\.WORLD"):
             size_and_rank(None)
 
-    def test_refuses_a_group_of_others(self, run_ranks):
-        """A rank outside the group is told so."""
+    def test_refuses_a_group_without_this_rank(self, run_ranks):
 
         def program(rank):
             group = dist.new_group([1])
@@ -49,10 +48,9 @@ class TestSizeAndRank:
 
 
 class TestInPlace:
-    """Shards are exchanged in the flat memory itself."""
+    """Shards exchanged in the flat memory itself."""
 
-    def test_reduce_scatter_into_the_own_shard(self, run_ranks):
-        """Each rank's shard of the flat input becomes its shard of the sum."""
+    def test_reduce_scatter_into_own_shard(self, run_ranks):
 
         def program(rank):
             flat = torch.arange(6.0) * 10**rank
@@ -63,8 +61,7 @@ class TestInPlace:
         results, _ = run_ranks(3, program)
         assert results == [[0, 111], [222, 333], [444, 555]]
 
-    def test_all_gather_from_the_own_shard(self, run_ranks):
-        """Each rank's shard of the flat output is filled in from its owner."""
+    def test_all_gather_from_own_shard(self, run_ranks):
 
         def program(rank):
             flat = torch.full((6,), float("nan"))
@@ -77,12 +74,11 @@ class TestInPlace:
 
 
 class TestUneven:
-    """Shards of different lengths, of which some are empty."""
+    """Shards of different lengths, some empty."""
 
     SIZES = (2, 1, 0)
 
-    def test_reduce_scatter_into_the_own_shard(self, run_ranks):
-        """Each rank's shard of the flat input becomes its shard of the sum."""
+    def test_reduce_scatter_into_own_shard(self, run_ranks):
 
         def program(rank):
             flat = torch.arange(1.0, 4.0) * 10**rank
@@ -93,8 +89,7 @@ class TestUneven:
         results, _ = run_ranks(3, program)
         assert results == [[111, 222], [333], []]
 
-    def test_all_gather_from_the_own_shard(self, run_ranks):
-        """Each rank's shard of the flat output is filled in from its owner."""
+    def test_all_gather_from_own_shard(self, run_ranks):
 
         def program(rank):
             flat = torch.full((3,), float("nan"))
@@ -106,7 +101,7 @@ class TestUneven:
         assert results == [[0, 0, 1]] * 3
 
     def test_on_real_processes_of_one_rank(self, lone_group):
-        """gloo takes both calls."""
+        """gloo accepts both calls."""
         flat = torch.tensor([1.0, 2.0])
         reduce_scatter_uneven_sum(flat, flat, sizes=[2], group=lone_group)
         all_gather_uneven(flat, flat, sizes=[2], group=lone_group)
@@ -114,7 +109,7 @@ class TestUneven:
 
 
 class TestAsynchronous:
-    """With async_op a handle comes back at once."""
+    """Collectives with async_op, which return a handle at once."""
 
     @pytest.mark.parametrize(
         "call",
@@ -126,8 +121,8 @@ class TestAsynchronous:
             lambda flat, own, **how: all_gather_uneven(flat, own, sizes=[2, 2], **how),
         ],
     )
-    def test_is_the_same_after_waiting(self, run_ranks, call):
-        """The same values, and None where nothing is to be waited for."""
+    def test_wait_gives_the_blocking_result(self, run_ranks, call):
+        """The values are equal, and a blocking call returns None."""
 
         def program(rank):
             results = []
@@ -146,10 +141,10 @@ class TestAsynchronous:
 
 
 class TestBroadcast:
-    """broadcast_from_first copies rank 0's tensors to all."""
+    """broadcast_from_first copies rank 0's tensors to all ranks."""
 
     def test_copies_any_shape_stride_and_dtype(self, run_ranks):
-        """Transposed, scalar, empty, integer and bool tensors arrive as rank 0 has them."""
+        """Transposed, scalar, empty, integer and bool tensors arrive unchanged."""
 
         def program(rank):
             tensors = [
@@ -171,8 +166,8 @@ class TestBroadcast:
             * 3
         )
 
-    def test_costs_one_collective_a_dtype(self, run_ranks):
-        """Five fp32 tensors and one of integers: two broadcasts."""
+    def test_makes_one_collective_per_dtype(self, run_ranks):
+        """Five fp32 tensors and one of integers make two broadcasts."""
 
         def program(rank):
             tensors = [torch.zeros(3) for _ in range(5)] + [torch.tensor(rank)]
@@ -181,8 +176,8 @@ class TestBroadcast:
         _, log = run_ranks(2, program)
         assert [(r.kind, r.elems) for r in log.of_rank(0)] == [("broadcast", 15), ("broadcast", 1)]
 
-    def test_a_large_tensor_travels_alone(self, run_ranks):
-        """More than a megabyte is a broadcast of its own, from the group's first rank."""
+    def test_large_tensor_has_its_own_broadcast(self, run_ranks):
+        """A tensor of more than a megabyte gets a broadcast of its own."""
         large = (1 << 18) + 1
 
         def program(rank):
@@ -196,8 +191,7 @@ class TestBroadcast:
         assert results == [[[0], [0]], [[1], [1]], [[1], [1]]]
         assert [r.elems for r in log.of_rank(1) if r.kind == "broadcast"] == [large, 3]
 
-    def test_starts_at_the_first_of_the_group(self, run_ranks):
-        """In a group without global rank 0, its own first rank is the source."""
+    def test_source_is_the_first_rank_of_the_group(self, run_ranks):
 
         def program(rank):
             group = dist.new_group([1, 2])

@@ -21,7 +21,7 @@ from zero_sim.zero import (
 
 
 class Weighted(nn.Module):
-    """One param of a given dtype; forward is its product with the input."""
+    """A single param of a given dtype; forward returns its product with the input."""
 
     def __init__(self, *values, dtype=torch.float32):
         super().__init__()
@@ -32,17 +32,15 @@ class Weighted(nn.Module):
 
 
 def wrap(module, group, *, broadcast_params=True, **config):
-    """Wrap a module."""
     return DistributedDataParallel(
         module, config=zero_config(**config), group=group, broadcast_params=broadcast_params
     )
 
 
 class TestLifetime:
-    """A process that trains one model after another does not keep them."""
+    """Memory of wrapped models after they are deleted."""
 
-    def test_its_memory_goes_with_it(self, lone_group):
-        """Buffers, and params that have been through a backward, are freed."""
+    def test_memory_is_freed_with_the_wrapper(self, lone_group):
         ddp = wrap(Weighted(1.0, 2.0), lone_group, overlap_grads=True)
         ddp(torch.tensor([3.0, 4.0])).backward()
         held = [weakref.ref(each) for each in (ddp, ddp.module.w, ddp.buffers[0])]
@@ -50,8 +48,8 @@ class TestLifetime:
         gc.collect()
         assert [each() for each in held] == [None, None, None]
 
-    def test_a_backward_after_it_is_gone_changes_nothing_of_the_module(self, lone_group):
-        """The gradient stays where autograd puts it, as in a module that was never wrapped."""
+    def test_backward_after_deletion_leaves_grad_in_place(self, lone_group):
+        """The gradient stays in param.grad, as in a module that was never wrapped."""
         module = Weighted(1.0, 2.0)
         wrap(module, lone_group)
         gc.collect()
@@ -60,18 +58,17 @@ class TestLifetime:
 
 
 class TestAccumulation:
-    """Backward adds to main_grad."""
+    """Gradients that backward adds to main_grad."""
 
     def test_adds_micro_batches(self, lone_group):
-        """Two backward passes add up, and param.grad is given back each time."""
+        """Two backward passes add up, and param.grad is dropped each time."""
         ddp = wrap(Weighted(1.0, 2.0), lone_group)
         ddp(torch.tensor([3.0, 4.0])).backward()
         ddp(torch.tensor([10.0, 20.0])).backward()
         assert ddp.module.w.main_grad.tolist() == [13, 24]
         assert ddp.module.w.grad is None
 
-    def test_counts_a_tied_param_once_a_backward(self, lone_group):
-        """Both uses of a tied weight are in the gradient, each once."""
+    def test_tied_param_counts_each_use_once(self, lone_group):
         module = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
         module[1].weight = module[0].weight
         nn.init.constant_(module[0].weight, 3.0)
@@ -79,8 +76,8 @@ class TestAccumulation:
         ddp(torch.ones(1, 1)).sum().backward()
         assert ddp.params["0.weight"].main_grad.item() == 6
 
-    def test_sums_in_fp32_where_asked(self, lone_group):
-        """A bf16 buffer loses 1 beside 256, an fp32 buffer keeps it."""
+    def test_sums_in_fp32_if_configured(self, lone_group):
+        """A bf16 buffer drops 1 added to 256; an fp32 buffer keeps it."""
         sums = {}
         for grad_dtype in ("param", "fp32"):
             ddp = wrap(Weighted(1.0, dtype=torch.bfloat16), lone_group, grad_dtype=grad_dtype)
@@ -89,8 +86,7 @@ class TestAccumulation:
             sums[grad_dtype] = ddp.module.w.main_grad.item()
         assert sums == {"param": 256, "fp32": 257}
 
-    def test_drops_a_gradient_from_before_the_wrapping(self, lone_group):
-        """What was left in param.grad is not part of the first step."""
+    def test_drops_gradients_computed_before_wrapping(self, lone_group):
         module = Weighted(1.0)
         module(torch.tensor([5.0])).backward()
         ddp = wrap(module, lone_group)
@@ -98,20 +94,18 @@ class TestAccumulation:
         assert module.w.main_grad.tolist() == [2]
 
     @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
-    def test_keeps_no_history_of_a_differentiable_gradient(self, lone_group):
+    def test_keeps_no_graph_of_a_differentiable_gradient(self, lone_group):
         """create_graph=True leaves the buffer a plain tensor."""
         ddp = wrap(Weighted(1.0), lone_group)
         ddp(torch.tensor([2.0])).pow(2).backward(create_graph=True)
         assert not ddp.module.w.main_grad.requires_grad
 
     def test_refuses_a_sparse_gradient(self, lone_group):
-        """An embedding with sparse gradients is named."""
         ddp = wrap(nn.Embedding(3, 2, sparse=True), lone_group)
         with pytest.raises(ModelError, match=r"'weight'\. Set sparse=False"):
             ddp(torch.tensor([1])).sum().backward()
 
-    def test_leaves_frozen_params_alone(self, lone_group):
-        """A frozen param has no place in a buffer."""
+    def test_frozen_params_have_no_buffer(self, lone_group):
         module = nn.Linear(2, 2)
         module.bias.requires_grad_(False)
         ddp = wrap(module, lone_group)
@@ -120,10 +114,10 @@ class TestAccumulation:
 
 
 class TestSync:
-    """finish_grad_sync sums over the ranks once a step."""
+    """finish_grad_sync, the sum over ranks once a step."""
 
-    def test_divides_before_the_sum_in_the_gradient_s_dtype(self, run_ranks):
-        """pre: each rank rounds its own third to bf16; post and none leave the sum."""
+    def test_divides_before_the_sum_in_the_gradient_dtype(self, run_ranks):
+        """pre: each rank rounds its own third to bf16. post and none leave the sum."""
 
         def program(rank):
             sums = []
@@ -141,7 +135,7 @@ class TestSync:
         results, _ = run_ranks(3, program)
         assert results == [[[pre], [6], [6]], [[], [], []], [[], [], []]]
 
-    def test_joins_in_although_no_param_was_used(self, run_ranks):
+    def test_rank_without_backward_contributes_zeros(self, run_ranks):
         """A rank without any backward contributes zeros and does not hang the others."""
 
         def program(rank):
@@ -154,22 +148,20 @@ class TestSync:
         results, _ = run_ranks(2, program)
         assert results == [[2], [3]]
 
-    def test_refuses_to_sum_a_sum(self, lone_group):
-        """A second call would add sums over ranks once more."""
+    def test_refuses_a_second_sync(self, lone_group):
+        """A second call would add the reduced sums again."""
         ddp = wrap(Weighted(1.0), lone_group)
         ddp.finish_grad_sync()
         with pytest.raises(UsageError, match=r"called twice.*zero_grad_buffer"):
             ddp.finish_grad_sync()
 
-    def test_refuses_a_backward_after_it(self, lone_group):
-        """A gradient that comes late is named instead of added to a sum."""
+    def test_refuses_a_backward_after_sync(self, lone_group):
         ddp = wrap(Weighted(1.0), lone_group)
         ddp.finish_grad_sync()
         with pytest.raises(UsageError, match="gradient of 'w'"):
             ddp(torch.tensor([2.0])).backward()
 
-    def test_starts_anew_after_zeroing(self, lone_group):
-        """zero_grad_buffer opens the next step with zeros."""
+    def test_zero_grad_buffer_starts_the_next_step(self, lone_group):
         ddp = wrap(Weighted(1.0), lone_group)
         ddp(torch.tensor([2.0])).backward()
         ddp.finish_grad_sync()
@@ -178,7 +170,7 @@ class TestSync:
         assert ddp.module.w.main_grad.tolist() == [3]
 
     def test_shards_by_the_rank_in_its_group(self, run_ranks):
-        """Two groups in one world: each shards over its own two ranks."""
+        """Each of two groups in a world shards over its own two ranks."""
 
         def program(rank):
             groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -192,10 +184,9 @@ class TestSync:
 
 
 class TestMicroBatches:
-    """end_micro_batch sums after the last, or with sync="every" after each."""
+    """Sums after the last micro-batch, or after each with sync="every"."""
 
     def test_are_summed_once_by_default(self, run_ranks):
-        """Only the last makes a collective."""
 
         def program(rank):
             ddp = wrap(Weighted(1.0), dist.group.WORLD, broadcast_params=False)
@@ -207,8 +198,8 @@ class TestMicroBatches:
         results, log = run_ranks(2, program)
         assert (results, len(log.of_rank(0))) == ([[9], []], 1)
 
-    def test_are_rounded_each_on_its_own_where_each_is_summed(self, run_ranks):
-        """bf16: (256 - 256) + (1 + 0) is 1, but 256 + 1 rounds to 256, and less 256 is 0."""
+    def test_sync_every_rounds_each_micro_batch_separately(self, run_ranks):
+        """bf16: (256 - 256) + (1 + 0) is 1. But 256 + 1 rounds to 256, and 256 - 256 is 0."""
 
         def program(rank):
             shards = []
@@ -224,7 +215,7 @@ class TestMicroBatches:
         assert results == [[[1], [0]], [[], []]]
 
     def test_refuse_one_after_the_last(self, lone_group):
-        """A sum is complete; another micro-batch belongs to the next step."""
+        """The sum is complete; another micro-batch belongs to the next step."""
         ddp = wrap(Weighted(1.0), lone_group)
         ddp.end_micro_batch(True)
         with pytest.raises(UsageError, match=r"end_micro_batch\(\) after it"):
@@ -232,10 +223,10 @@ class TestMicroBatches:
 
 
 class TestRedundancy:
-    """Several blocks of ranks shard the whole state each."""
+    """Several shard groups, each with the full state."""
 
     def wrap_blocks(self, redundancy, *, broadcast_params=True, **config):
-        """Wrap a module of two elements on the calling rank."""
+        """Wrap a module of two elements on this rank."""
         return wrap(
             Weighted(1.0, 1.0),
             build_redundancy_groups(dist.group.WORLD, redundancy=redundancy),
@@ -246,7 +237,8 @@ class TestRedundancy:
 
     @pytest.mark.parametrize("redundancy", [2, 4])
     def test_sums_over_all_ranks(self, run_ranks, redundancy):
-        """Not only over the block, also where a block is one rank; the divisor counts all."""
+        """The sum goes beyond the shard group, even one of a single rank; the divisor counts all
+        ranks."""
 
         def program(rank):
             ddp = self.wrap_blocks(redundancy)
@@ -258,8 +250,8 @@ class TestRedundancy:
         halves = [([1111], 4), ([2222], 4)]
         assert results == (halves * 2 if redundancy == 2 else [([1111, 2222], 4)] * 4)
 
-    def test_moves_only_shards_between_blocks(self, run_ranks):
-        """A bucket of 2 inside a block, then a shard of 1 across; the gather stays inside."""
+    def test_moves_only_shards_between_shard_groups(self, run_ranks):
+        """A bucket of 2 inside a shard group, then a shard of 1 across; the gather stays inside."""
 
         def program(rank):
             ddp = self.wrap_blocks(2, broadcast_params=False)
@@ -275,7 +267,6 @@ class TestRedundancy:
         ]
 
     def test_refuses_missing_groups(self, run_ranks):
-        """Nobody guesses which ranks form a block."""
 
         def program(rank):
             with pytest.raises(UsageError, match=r"redundancy=2, got None.*build_redundancy"):
@@ -283,8 +274,7 @@ class TestRedundancy:
 
         run_ranks(2, program)
 
-    def test_refuses_groups_the_wrong_way_round(self, run_ranks):
-        """The message holds which place was expected."""
+    def test_refuses_swapped_groups(self, run_ranks):
 
         def program(rank):
             right = build_redundancy_groups(dist.group.WORLD, redundancy=2)
@@ -302,8 +292,8 @@ class TestRedundancy:
 
         run_ranks(6, program)
 
-    def test_refuses_a_part_of_the_ranks_without_copies(self, run_ranks):
-        """One copy is sharded over all ranks, or some gradients would be left out."""
+    def test_refuses_a_partial_shard_group_without_replicas(self, run_ranks):
+        """A single replica is sharded over all ranks, or some gradients would be missing."""
 
         def program(rank):
             pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -316,8 +306,7 @@ class TestRedundancy:
 
         run_ranks(4, program)
 
-    def test_refuses_blocks_of_different_size(self, run_ranks):
-        """3 ranks make no two blocks."""
+    def test_refuses_uneven_shard_groups(self, run_ranks):
 
         def program(rank):
             with pytest.raises(LayoutError, match="redundancy=2 for 3 ranks"):
@@ -327,16 +316,15 @@ class TestRedundancy:
 
 
 class TestConstruction:
-    """Wrapping makes buffers and, where asked, equal ranks."""
+    """Buffers and initial values of a wrapped module."""
 
     def test_groups_params_by_dtype(self, lone_group):
-        """bf16 and fp32 params have buffers of their own."""
         module = nn.ModuleList([Weighted(1.0, dtype=torch.bfloat16), Weighted(1.0, 2.0)])
         ddp = wrap(module, lone_group)
         assert [str(b.plan.key) for b in ddp.buffers] == ["dense/bf16", "dense/fp32"]
 
     def test_groups_params_by_kind(self, lone_group):
-        """What kind_of tells apart shares no buffer."""
+        """Params of different kinds share no buffer."""
         module = nn.ModuleDict({"expert": Weighted(1.0), "router": Weighted(1.0, 2.0)})
         ddp = DistributedDataParallel(
             module,
@@ -349,7 +337,7 @@ class TestConstruction:
 
     @pytest.mark.parametrize("stage", [0, 1])
     def test_broadcasts_params_and_module_buffers(self, run_ranks, stage):
-        """Ranks that built different bits end with rank 0's, frozen params included."""
+        """Ranks with different initial bits end with rank 0's, frozen params included."""
 
         def program(rank):
             module = nn.Sequential(Weighted(1.0 + rank), nn.BatchNorm1d(1), Weighted(5.0 + rank))
@@ -361,8 +349,7 @@ class TestConstruction:
         results, _ = run_ranks(2, program)
         assert results == [[1, 7, 5]] * 2
 
-    def test_broadcasts_nothing_where_told_so(self, run_ranks):
-        """broadcast_params=False makes no collective at all."""
+    def test_broadcasts_nothing_if_disabled(self, run_ranks):
 
         def program(rank):
             module = Weighted(1.0 + rank)
@@ -372,14 +359,13 @@ class TestConstruction:
         results, log = run_ranks(2, program)
         assert (results, log.of_rank(0)) == ([1, 2], [])
 
-    def test_refuses_a_module_twice(self, lone_group):
-        """A second wrapping would count every gradient twice."""
+    def test_refuses_a_wrapped_module(self, lone_group):
+        """A second wrapper would count every gradient twice."""
         module = Weighted(1.0)
         wrap(module, lone_group)
         with pytest.raises(ModelError, match="not wrapped yet, got 'w'"):
             wrap(module, lone_group)
 
     def test_refuses_no_group(self):
-        """The default group is never taken by omission."""
         with pytest.raises(UsageError, match="explicit process group"):
             wrap(Weighted(1.0), None)

@@ -1,4 +1,4 @@
-"""Which optimizers are shard-invariant, and that the others are refused."""
+"""Shard-invariant optimizers, and the refusal of all others."""
 
 from __future__ import annotations
 
@@ -40,35 +40,35 @@ SETTINGS = [
 
 
 def name_setting(setting):
-    """Class and options, for the test's id."""
+    """Name a setting by class and options, for the test's id."""
     cls, options = setting
     return "-".join([cls.__name__, *(f"{key}={value}" for key, value in options.items())])
 
 
 def draw(seed, *, scale=1.0):
-    """Draw one tensor a shape; a tenth of all elements are zero."""
+    """Draw a tensor for each shape; a tenth of all elements are zero."""
     generator = torch.Generator().manual_seed(seed)
     values = [torch.randn(shape, generator=generator) * scale for shape in SHAPES]
     return [value * (torch.rand(value.shape, generator=generator) > 0.1) for value in values]
 
 
 def build_module():
-    """The same initial bits on every call."""
+    """Build a module with the same initial bits on every call."""
     return nn.ParameterList([nn.Parameter(value) for value in draw(7)])
 
 
 def draw_local_grads(*, step, rank):
-    """Gradients over many orders of magnitude."""
+    """Draw gradients over many orders of magnitude."""
     return draw(100 * step + rank, scale=10.0 ** (3 - 2 * step))
 
 
 def make_factory(cls, options, **more):
-    """A factory with a learning rate at which all optimizers move."""
+    """Return a factory with a learning rate that moves every optimizer's params."""
     return lambda params: cls(params, lr=0.01, **options, **more)
 
 
 def run_sharded(optim_factory):
-    """One rank of the system: final params and owned fragments."""
+    """Train on one rank; return its final params and owned fragments."""
     module = build_module()
     ddp = DistributedDataParallel(module, config=zero_config(divide="none"), group=dist.group.WORLD)
     optimizer = DistributedOptimizer(ddp, optim_factory=optim_factory)
@@ -88,7 +88,7 @@ def run_sharded(optim_factory):
 
 
 def run_plainly(optim_factory):
-    """One device and whole params: the values by param, state included."""
+    """Train unsharded params on one device; return values and state by param."""
     module = build_module()
     optimizer = optim_factory(list(module))
     for step in range(STEPS):
@@ -105,20 +105,20 @@ def run_plainly(optim_factory):
 
 
 def bits(tensor):
-    """Compare as integers: zeros with their signs, no tolerance."""
+    """Return bits as integers, so zeros keep their signs and there is no tolerance."""
     return tensor.contiguous().view(torch.int32).tolist()
 
 
 class TestShardInvariance:
-    """Every known optimizer gives fragments the bits that it gives whole params."""
+    """Known optimizers give fragments the same bits as unsharded params."""
 
     def test_all_known_classes_are_tested(self):
-        """A class cannot be added without a setting here."""
+        """Each known class needs an entry in SETTINGS."""
         assert {cls for cls, _ in SETTINGS} == ELEMENTWISE
 
     @pytest.mark.parametrize("foreach", [False, True])
     @pytest.mark.parametrize("setting", SETTINGS, ids=name_setting)
-    def test_params_and_all_state(self, run_ranks, setting, foreach):
+    def test_params_and_state_equal_one_device(self, run_ranks, setting, foreach):
         """Three ranks against one device; one param is frozen for two steps."""
         cls, options = setting
         optim_factory = make_factory(cls, options, foreach=foreach)
@@ -139,8 +139,8 @@ class TestShardInvariance:
         assert owned_elems == sum(value["master"].numel() for value in expected.values())
 
     @pytest.mark.parametrize("setting", SETTINGS, ids=name_setting)
-    def test_foreach_is_another_program_for_some(self, setting):
-        """foreach rounds as the for-loop does, but for three classes, even on whole params."""
+    def test_foreach_changes_bits_for_three_classes(self, setting):
+        """foreach differs from the for-loop for three classes, even on unsharded params."""
         cls, options = setting
         loop, foreach = (
             run_plainly(make_factory(cls, options, foreach=foreach)) for foreach in (False, True)
@@ -154,8 +154,7 @@ class TestShardInvariance:
 
     @pytest.mark.parametrize("foreach", [False, True])
     @pytest.mark.parametrize("cls", sorted(ELEMENTWISE, key=lambda cls: cls.__name__))
-    def test_a_rank_that_owns_nothing(self, run_ranks, cls, foreach):
-        """Every optimizer steps an empty group."""
+    def test_rank_without_elements_steps_an_empty_group(self, run_ranks, cls, foreach):
 
         def program(rank):
             module = nn.ParameterList([nn.Parameter(torch.ones(1))])
@@ -174,7 +173,7 @@ class TestShardInvariance:
 
 
 class Halved(torch.optim.Optimizer):
-    """Halves params; not a class of torch.optim."""
+    """An optimizer outside torch.optim that halves params."""
 
     def __init__(self, params):
         super().__init__(params, {})
@@ -186,26 +185,26 @@ class Halved(torch.optim.Optimizer):
                 self.state[param]["seen"] = self.make_state(param)
 
     def make_state(self, param):
-        """State of one value an element."""
+        """Return state with a value for each element."""
         return torch.ones_like(param)
 
 
 class Bf16State(Halved):
-    """Keeps its state in bf16."""
+    """An optimizer that keeps its state in bf16."""
 
     def make_state(self, param):
         return torch.ones_like(param, dtype=torch.bfloat16)
 
 
 class RowState(Halved):
-    """Keeps state that is no value an element, as factored optimizers do."""
+    """An optimizer with state that is not per element, like factored optimizers."""
 
     def make_state(self, param):
         return torch.ones(1)
 
 
 class MyAdafactor(torch.optim.Adafactor):
-    """A subclass of what is not elementwise."""
+    """A subclass of an optimizer that is not elementwise."""
 
 
 def build(*, optim_factory, group, **options):
@@ -216,10 +215,10 @@ def build(*, optim_factory, group, **options):
 
 
 class TestRefused:
-    """What shards would change is refused, with the reason."""
+    """Optimizers whose result would depend on shards."""
 
     def test_fused(self, run_ranks):
-        """On every rank, also one that owns nothing."""
+        """All ranks refuse it, even one that owns nothing."""
 
         def program(rank):
             with pytest.raises(UsageError, match=r"fused=False.*round.*foreach=True"):
@@ -234,12 +233,12 @@ class TestRefused:
         "cls", [torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.SparseAdam, MyAdafactor]
     )
     def test_not_elementwise(self, lone_group, cls):
-        """An update that looks at other elements cannot be cut; no declaration helps."""
+        """An update that reads other elements cannot be sharded; no declaration helps."""
         with pytest.raises(UsageError, match=f"elementwise.*{cls.__name__}"):
             build(group=lone_group, optim_factory=cls, elementwise=True)
 
     def test_unknown_classes(self, lone_group):
-        """With how to declare one that is elementwise."""
+        """The message shows how to declare an elementwise class."""
         with pytest.raises(UsageError, match=r"AdamW.*got Halved.*elementwise=True"):
             build(group=lone_group, optim_factory=Halved)
 
@@ -247,23 +246,23 @@ class TestRefused:
         ("cls", "reason"),
         [(Bf16State, r"'seen' of torch\.bfloat16.*not shard-inv"), (RowState, r"shape \(1,\)")],
     )
-    def test_state_that_shards_would_change(self, lone_group, cls, reason):
-        """Seen once there is state: after the first step."""
+    def test_state_that_depends_on_shards(self, lone_group, cls, reason):
+        """The check runs after the first step, when state exists."""
         ddp, optimizer = build(group=lone_group, optim_factory=cls, elementwise=True)
         ddp.finish_grad_sync()
         with pytest.raises(UsageError, match=reason):
             optimizer.step()
 
     def test_a_factory_that_casts(self, lone_group):
-        """Its optimizer would step copies."""
+        """The optimizer would step copies."""
         with pytest.raises(UsageError, match="without a cast"):
             build(
                 group=lone_group,
                 optim_factory=lambda params: torch.optim.SGD([p.bfloat16() for p in params]),
             )
 
-    def test_a_factory_that_makes_groups_of_its_own(self, lone_group):
-        """It would do so by what it sees of fragments, which are all 1D."""
+    def test_a_factory_that_makes_its_own_groups(self, lone_group):
+        """The factory receives fragments, which are all 1D, so it cannot group by shape."""
         with pytest.raises(UsageError, match=r"1 param groups.*got 2.*group_of"):
             build(
                 group=lone_group,
@@ -271,8 +270,7 @@ class TestRefused:
             )
 
 
-def test_a_declared_class_is_stepped(run_ranks):
-    """The caller vouches for it."""
+def test_declared_elementwise_class_is_stepped(run_ranks):
 
     def program(rank):
         ddp, optimizer = build(group=dist.group.WORLD, optim_factory=Halved, elementwise=True)

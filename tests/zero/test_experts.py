@@ -1,4 +1,4 @@
-"""Params that only some ranks hold: their groups, sums, norm and start."""
+"""Experts, which only some ranks have: groups, sums, norm and initial values."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ GLOBAL_RANKS = dist.get_process_group_ranks
 
 
 class Part(nn.Module):
-    """`dense` on all ranks and one expert, `expert0` or `expert1`."""
+    """`dense` on all ranks and a single expert, `expert0` or `expert1`."""
 
     def __init__(self, index, fill=0.0):
         super().__init__()
@@ -63,9 +63,9 @@ def backward(ddp, value):
 
 
 class TestGroups:
-    """Ranks at places e, e + ep, ... hold the same experts."""
+    """Expert groups: group ranks e, e + ep, ... have the same experts."""
 
-    def test_are_dealt_out(self, run_ranks):
+    def test_members_of_each_group(self, run_ranks):
         def program(rank):
             groups = build_expert_groups(dist.group.WORLD, expert_parallel=2, redundancy=2)
             assert groups.replica_group is not None
@@ -82,8 +82,8 @@ class TestGroups:
             ([1, 3, 5, 7], [1, 3], [3, 7]),
         ]
 
-    def test_follow_the_places_in_a_part_of_the_world(self, run_ranks):
-        """Places count, not ranks of the world, and ranks outside are not waited for."""
+    def test_follow_group_ranks_in_a_subgroup(self, run_ranks):
+        """The group rank counts, not the global rank, and outside ranks are not waited for."""
 
         def program(rank):
             group = dist.new_group([1, 2, 4, 5])
@@ -95,19 +95,19 @@ class TestGroups:
         results, _ = run_ranks(6, program)
         assert results == [None, [1, 4], [2, 5], None, [1, 4], [2, 5]]
 
-    def test_with_one_share_are_those_of_all_ranks(self, lone_group):
+    def test_expert_parallel_1_uses_the_group_of_all_ranks(self, lone_group):
         groups = build_expert_groups(lone_group, expert_parallel=1)
         assert (groups.group, groups.shard_group) == (lone_group, lone_group)
 
     @pytest.mark.parametrize("ep", [0, 3])
-    def test_of_different_size_are_refused(self, run_ranks, ep):
+    def test_uneven_expert_groups_are_refused(self, run_ranks, ep):
         def program(rank):
             with pytest.raises(LayoutError, match=f"got {ep} for 4 ranks"):
                 build_expert_groups(dist.group.WORLD, expert_parallel=ep)
 
         run_ranks(4, program)
 
-    def test_outside_the_ranks_that_train_together_are_refused(self, run_ranks):
+    def test_groups_outside_the_training_ranks_are_refused(self, run_ranks):
         def program(rank):
             alone = [dist.new_group([r]) for r in range(2)][rank]
             groups = KindGroups(group=dist.group.WORLD, shard_group=dist.group.WORLD)
@@ -124,14 +124,14 @@ class TestGroups:
 
 
 class TestTraining:
-    """Experts are summed over their holders, everything else over all."""
+    """Experts are summed over the ranks that have them, other params over all ranks."""
 
     @pytest.mark.parametrize(
         "config", [{"stage": 0}, {}, {"redundancy": 2}, {"partition": "uneven"}]
     )
     @pytest.mark.parametrize("overlap", [False, True])
     def test_sums(self, run_ranks, config, overlap):
-        """Rank r contributes r + 1: 10 in all, 1 + 3 for one expert, 2 + 4 for the other."""
+        """Rank r contributes r + 1: 10 in total, 1 + 3 for one expert, 2 + 4 for the other."""
 
         def program(rank):
             ddp = wrap(Part(rank % 2), overlap_grads=overlap, **config)
@@ -150,8 +150,8 @@ class TestTraining:
         assert set().union(*results) == {("dense", 10.0), ("expert0", 4.0), ("expert1", 6.0)}
 
     @pytest.mark.parametrize("config", [{"stage": 0}, {}, {"redundancy": 2}])
-    def test_all_are_divided_by_the_number_of_all_ranks(self, run_ranks, config):
-        """Sums of 10, 4 and 6, each over 4."""
+    def test_experts_are_divided_by_the_number_of_all_ranks(self, run_ranks, config):
+        """Sums of 10, 4 and 6, each divided by 4."""
 
         def program(rank):
             ddp = wrap(Part(rank % 2), **config)
@@ -171,8 +171,8 @@ class TestTraining:
             assert squares == pytest.approx(3 * 6.25 + 5 + 5 * 2.25)
 
     @pytest.mark.parametrize("stage", [0, 1])
-    def test_start_equal_on_their_holders(self, run_ranks, stage):
-        """Each expert as on the first rank that holds it, the rest as on rank 0."""
+    def test_experts_start_equal_on_their_ranks(self, run_ranks, stage):
+        """Each expert equals that on the first rank of its group; other params equal rank 0's."""
 
         def program(rank):
             ddp = wrap(Part(rank % 2, fill=float(rank)), stage=stage)
@@ -181,7 +181,7 @@ class TestTraining:
         results, _ = run_ranks(4, program)
         assert results == [[0, 0], [0, 1], [0, 0], [0, 1]]
 
-    def test_frozen_experts_start_equal_on_their_holders(self, run_ranks):
+    def test_frozen_experts_start_equal_on_their_ranks(self, run_ranks):
         def program(rank):
             module = Part(rank % 2, fill=float(rank))
             expert = module.get_parameter(f"expert{rank % 2}").requires_grad_(False)
@@ -193,7 +193,7 @@ class TestTraining:
 
 
 class Scale(nn.Module):
-    """One param, of an expert or not."""
+    """A module with a single param, of an expert or dense."""
 
     def __init__(self, name):
         super().__init__()
@@ -206,14 +206,16 @@ class Scale(nn.Module):
 
 
 class TestOneOrder:
-    """Ranks may have other numbers of units of experts between those that all ranks have."""
+    """Ranks with different numbers of expert units between the common units."""
 
     @pytest.mark.parametrize("prefetch", [0, 1, 2])
     @pytest.mark.parametrize("unit", [Unit, AllReducedUnit, SummedAtFirstUnit])
     @pytest.mark.parametrize("reshard", [True, False])
     @pytest.mark.parametrize("last", ["dense", "expert"])
-    def test_of_calls_that_all_ranks_make(self, run_ranks, prefetch, unit, reshard, last):
-        """Odd ranks have a buffer for each of their experts, even ones one for both."""
+    def test_ranks_issue_common_collectives_in_one_order(
+        self, run_ranks, prefetch, unit, reshard, last
+    ):
+        """Odd ranks have a buffer for each expert; even ranks have one for both."""
         names = ["dense", "expert", "dense", "expert", *(["dense"] if last == "dense" else [])]
 
         def program(rank):

@@ -1,4 +1,4 @@
-"""Params in fp8: where their scales are found, and how a master becomes one."""
+"""Params in fp8: lookup of their scales, and quantization of masters."""
 
 from __future__ import annotations
 
@@ -21,21 +21,19 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 class Product(torch.autograd.Function):
-    """Values times scale, with the gradient of the product."""
+    """Product of values and scale, with its gradient."""
 
     @staticmethod
     def forward(ctx, values, scale):
-        """Return fp32."""
         return values.float() * scale
 
     @staticmethod
     def backward(ctx, grad):
-        """Pass the gradient on."""
         return grad, None
 
 
 class Weights(nn.Module):
-    """Params `w0`, `w1`, ... of ones in fp8; None among the dtypes stands for one in bf16."""
+    """Params `w0`, `w1`, ... of ones in fp8; a dtype of None stands for bf16."""
 
     def __init__(self, *dtypes, elems=5, grad_dtype=torch.bfloat16):
         super().__init__()
@@ -57,7 +55,7 @@ class Weights(nn.Module):
 
 
 def build(module, **config):
-    """Wrap for SGD with lr 1, so that a master becomes itself less its gradient."""
+    """Wrap for SGD with lr 1, so each step subtracts the gradient from the master."""
     config = zero_config(divide="none", **config)
     group = dist.group.WORLD
     ddp = DistributedDataParallel(
@@ -70,7 +68,7 @@ def build(module, **config):
 
 
 def take_step(ddp, optimizer, *factors):
-    """One step with these gradients, on rank 0 alone."""
+    """Take a step with these gradients on rank 0 and zeros elsewhere."""
     ddp(factors if ddp.rank == 0 else [0 * f for f in factors]).backward()
     ddp.finish_grad_sync()
     optimizer.step()
@@ -78,27 +76,24 @@ def take_step(ddp, optimizer, *factors):
 
 
 class TestScaleFound:
-    """It is a buffer beside the param, under its name."""
+    """The scale, a buffer named after its param."""
 
     def refuse(self, module, match):
-        """Expect a refusal."""
         with pytest.raises(ModelError, match=match):
             find_scale(module, name="w0", param=module.w0)
 
     def test_survives_a_copy_of_the_module(self):
-        """As a buffer it is copied with the values; torch forgets only the grad_dtype."""
+        """Buffers are copied with the values; torch forgets only grad_dtype."""
         module = copy.deepcopy(Weights(E4M3))
         module.w0.grad_dtype = torch.float32
         assert find_scale(module, name="w0", param=module.w0) is module.w0_scale
 
     def test_in_a_submodule(self):
-        """The name is that of the module that owns the param."""
         module = nn.Sequential(Weights(E4M3), Weights(E4M3))
         found = find_scale(module, name="1.w0", param=module[1].w0)
         assert found is module[1].w0_scale
 
     def test_missing(self):
-        """Without one the values mean nothing."""
         module = Weights(E4M3)
         del module.w0_scale
         self.refuse(module, "buffer 'w0_scale', saved with the module, .*, got none")
@@ -110,33 +105,31 @@ class TestScaleFound:
         self.refuse(module, "saved with the module")
 
     @pytest.mark.parametrize("scale", [torch.ones(1), torch.ones((), dtype=torch.float64)])
-    def test_of_another_form(self, scale):
-        """One fp32 number a param."""
+    def test_wrong_shape_or_dtype(self, scale):
+        """A scale is a single fp32 number per param."""
         module = Weights(E4M3)
         module.w0_scale = scale
         self.refuse(module, r"0D fp32 buffer 'w0_scale'.*, got shape")
 
     @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
-    def test_of_no_use(self, value):
-        """Nothing can be divided by it."""
+    def test_not_positive_and_finite(self, value):
         module = Weights(E4M3)
         module.w0_scale.fill_(value)
         self.refuse(module, f"positive, finite scale of 'w0', got {value}")
 
     def test_gradient_in_fp8(self):
-        """Autograd would round it, unless the module says otherwise."""
+        """Autograd would round it unless the module declares a wider grad_dtype."""
         module = Weights(E4M3, grad_dtype=E4M3)
         self.refuse(module, r"got grad_dtype=torch.float8_e4m3fn. Set param.grad_dtype =")
 
     def test_shared_param_with_a_scale_each(self):
-        """The second would stay as it was."""
+        """Only one of the two scales would be updated."""
         one, two = Weights(E4M3), Weights(E4M3)
         two.w0 = one.w0
         with pytest.raises(ModelError, match=r"one scale for '0.w0' .*, got 2"):
             find_scale(nn.Sequential(one, two), name="0.w0", param=one.w0)
 
     def test_shared_param_with_a_shared_scale(self):
-        """Both are written together."""
         one, two = Weights(E4M3), Weights(E4M3)
         two.w0, two.w0_scale = one.w0, one.w0_scale
         found = find_scale(nn.Sequential(one, two), name="0.w0", param=one.w0)
@@ -166,12 +159,12 @@ class TestChooseScale:
         ],
     )
     def test_values(self, dtype, amax, scale):
-        """At the borders of each format, of fp32, and where there is nothing to scale by."""
+        """The borders of each format and of fp32, and inputs without a usable magnitude."""
         assert choose_scale(torch.tensor(amax), dtype=dtype).item() == scale
 
     @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-    def test_rounds_nothing_away(self, dtype):
-        """What fp8 holds comes back at any power of two."""
+    def test_keeps_fp8_values_exactly(self, dtype):
+        """Values of fp8 survive scaling by any power of two."""
         values = torch.arange(256, dtype=torch.uint8).view(dtype)
         values = values[values.float().isfinite()].float()
         for exponent in (-40, 0, 60):
@@ -183,47 +176,44 @@ class TestChooseScale:
 
 
 class TestQuantize:
-    """Nearest, ties to even, and never beyond the greatest number."""
+    """Rounding to nearest, ties to even, saturated at the greatest number."""
 
     @pytest.mark.parametrize(("dtype", "greatest"), [(E4M3, 448.0), (E5M2, 57344.0)])
     def test_saturates(self, dtype, greatest):
-        """Also what a cast would make infinite or NaN."""
+        """A cast would make some of these infinite or NaN."""
         master = torch.tensor([1e6, -1e6, math.inf, -math.inf])
         values = torch.empty(4, dtype=dtype)
         quantize_(values, master, scale=torch.ones(()))
         assert values.float().tolist() == [greatest, -greatest] * 2
 
     def test_ties_to_even(self):
-        """Around 16 the numbers of e4m3 are 2 apart."""
+        """Near 16, numbers of e4m3 are 2 apart."""
         values = torch.empty(3, dtype=E4M3)
         quantize_(values, torch.tensor([17.0, 19.0, 17.01]), scale=torch.ones(()))
         assert values.float().tolist() == [16.0, 20.0, 18.0]
 
     def test_keeps_a_nan(self):
-        """It must not be taken for a number."""
         values = torch.zeros(1, dtype=E5M2)
         quantize_(values, torch.tensor([math.nan]), scale=torch.ones(()))
         assert values.float().isnan().all()
 
 
 class TestMeasureAmax:
-    """What ranks exchange is a number that libraries agree on."""
+    """The maximum magnitude that ranks exchange."""
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-    def test_of_what_is_not_finite(self, bad):
-        """Infinite."""
+    def test_nonfinite_values_give_infinity(self, bad):
         assert measure_amax(torch.tensor([1.0, bad, -3.0])).item() == math.inf
 
     def test_is_a_magnitude(self):
-        """The sign does not count."""
         assert measure_amax(torch.tensor([1.0, -3.0])).item() == 3.0
 
 
 class TestBuffers:
-    """Each format has memory of its own."""
+    """A separate buffer for each fp8 format."""
 
     def test_by_format(self, run_ranks):
-        """One byte an element, and gradients in the dtype that the param says."""
+        """Elements take one byte, and gradients have the param's grad_dtype."""
 
         def program(rank):
             ddp, _ = build(Weights(E4M3, None, E5M2, E4M3))
@@ -240,7 +230,7 @@ class TestBuffers:
         ]
 
     def test_align_to_bytes(self, run_ranks):
-        """A byte is an element."""
+        """One byte is one element."""
 
         def program(rank):
             ddp, _ = build(Weights(E4M3), align_bytes=16)
@@ -248,8 +238,8 @@ class TestBuffers:
 
         assert run_ranks(2, program)[0] == [16, 16]
 
-    def test_two_dtypes_of_gradients_do_not_share_one(self, lone_group):
-        """Unless all are fp32 anyway."""
+    def test_two_gradient_dtypes_are_refused(self, lone_group):
+        """grad_dtype="fp32" makes them equal."""
         module = Weights(E4M3, E4M3)
         module.w1.grad_dtype = torch.float32
         with pytest.raises(ModelError, match=r"one dtype for the gradients .* grad_dtype='fp32'"):
@@ -257,7 +247,6 @@ class TestBuffers:
         assert build(module, grad_dtype="fp32")[0].buffers[0].grad_data.dtype is torch.float32
 
     def test_first_ranks_scale_replaces_all(self, run_ranks):
-        """As its values do."""
 
         def program(rank):
             module = Weights(E4M3)
@@ -269,7 +258,7 @@ class TestBuffers:
 
 
 class TestStep:
-    """fp8 to fp32, a step, and back."""
+    """A step from fp8 to fp32 and back."""
 
     FACTORS = torch.tensor([0.0, 0.0, 0.0, 0.0, 3585.0])
 
@@ -285,8 +274,8 @@ class TestStep:
             (2, {"overlap_grads": True, "overlap_params": True}),
         ],
     )
-    def test_every_rank_has_the_scale_of_the_whole_param(self, run_ranks, world_size, config):
-        """The last element decides it, and of nine ranks most own nothing."""
+    def test_every_rank_has_the_same_scale(self, run_ranks, world_size, config):
+        """The last element decides the scale, and most of nine ranks own nothing."""
 
         def program(rank):
             module = Weights(E4M3, E5M2)
@@ -298,13 +287,13 @@ class TestStep:
                 for param, scale in ((module.w0, module.w0_scale), (module.w1, module.w1_scale))
             ]
 
-        # The gradient is 3584 in bf16, so the last master is 1 - 3584 = -3583; over 8 that is
-        # -447.9, and over 2**-4 it is -57328. e4m3 ends in -448, e5m2 in -57344.
+        # The gradient is 3584 in bf16, so the last master is 1 - 3584 = -3583. Divided by 8 it is
+        # -447.9, by 2**-4 it is -57328. The nearest are -448 in e4m3 and -57344 in e5m2.
         expected = [(8.0, [0.125] * 4 + [-448.0]), (0.0625, [16.0] * 4 + [-57344.0])]
         assert run_ranks(world_size, program)[0] == [expected] * world_size
 
-    def test_asks_once_for_all_params(self, run_ranks):
-        """One maximum over the ranks that shard, on every rank."""
+    def test_takes_one_maximum_for_all_params(self, run_ranks):
+        """Every rank takes a single maximum over its shard group."""
 
         def program(rank):
             ddp, optimizer = build(Weights(E4M3, None, E5M2), redundancy=2)
@@ -315,8 +304,7 @@ class TestStep:
         assert [(r.rank, r.elems) for r in sorted(asked)] == [(rank, 2) for rank in range(4)]
         assert {r.group_ranks for r in asked} == {(0, 1), (2, 3)}
 
-    def test_asks_nothing_without_such_params(self, run_ranks):
-        """A model in bf16 pays nothing."""
+    def test_takes_no_maximum_without_fp8_params(self, run_ranks):
 
         def program(rank):
             ddp, optimizer = build(Weights(None))
@@ -325,8 +313,7 @@ class TestStep:
         _, log = run_ranks(2, program)
         assert not [r for r in log.collectives if r.detail == "MAX"]
 
-    def test_leaves_a_frozen_param_alone(self, run_ranks):
-        """Values, scale and master stay, whatever the others do."""
+    def test_frozen_param_is_unchanged(self, run_ranks):
 
         def program(rank):
             module = Weights(E4M3, E4M3)
@@ -339,7 +326,7 @@ class TestStep:
         assert run_ranks(2, program)[0] == [(3.0, [1.0] * 5, 8.0)] * 2
 
     def test_gathers_bytes(self, run_ranks):
-        """gloo moves no fp8."""
+        """gloo does not support fp8."""
 
         def program(rank):
             ddp, optimizer = build(Weights(E4M3))
@@ -352,7 +339,6 @@ class TestStep:
 
     @pytest.mark.parametrize("partition", ["padded", "uneven"])
     def test_over_gloo(self, lone_group, partition):
-        """A real group of one takes all of it."""
         module = Weights(E4M3, E5M2)
         ddp, optimizer = build(module, partition=partition)
         take_step(ddp, optimizer, self.FACTORS, self.FACTORS)

@@ -1,4 +1,4 @@
-"""The two groups of each rank with redundancy."""
+"""Shard group and replica group of each rank with redundancy."""
 
 from __future__ import annotations
 
@@ -14,33 +14,31 @@ GLOBAL_RANKS = dist.get_process_group_ranks
 
 
 def members(group, redundancy):
-    """Global ranks of both groups of the calling rank."""
+    """Return global ranks of this rank's shard group and replica group."""
     groups = build_redundancy_groups(group, redundancy=redundancy)
     return GLOBAL_RANKS(groups.shard_group), GLOBAL_RANKS(groups.replica_group)
 
 
 class TestBuildRedundancyGroups:
-    """Blocks of consecutive ranks shard; the same place in each block is one replica group."""
+    """Consecutive ranks form shard groups; equal group ranks form replica groups."""
 
-    def test_cuts_the_world_into_blocks(self, run_ranks):
-        """Six ranks, two copies."""
+    def test_cuts_the_world_into_shard_groups(self, run_ranks):
         results, _ = run_ranks(6, lambda rank: members(dist.group.WORLD, 2))
         blocks = [[0, 1, 2]] * 3 + [[3, 4, 5]] * 3
         replicas = [[0, 3], [1, 4], [2, 5]] * 2
         assert results == list(zip(blocks, replicas, strict=True))
 
-    def test_makes_every_rank_a_block_of_its_own(self, run_ranks):
-        """As many copies as ranks: nothing is sharded, all are replicas."""
+    def test_maximum_redundancy_gives_single_rank_shard_groups(self, run_ranks):
+        """Nothing is sharded, and all ranks are replicas."""
         results, _ = run_ranks(3, lambda rank: members(dist.group.WORLD, 3))
         assert results == [([rank], [0, 1, 2]) for rank in range(3)]
 
-    def test_needs_no_group_for_one_copy(self, lone_group):
-        """The group itself shards, and there are no replicas."""
+    def test_one_replica_needs_no_new_group(self, lone_group):
         groups = build_redundancy_groups(lone_group, redundancy=1)
         assert (groups.shard_group, groups.replica_group) == (lone_group, None)
 
-    def test_cuts_a_part_of_the_world(self, run_ranks):
-        """Ranks outside the group are neither asked nor waited for, twice in a row."""
+    def test_cuts_a_subgroup(self, run_ranks):
+        """Ranks outside the group do not take part, twice in a row."""
 
         def program(rank):
             group = dist.new_group([1, 2, 4, 5])
@@ -57,7 +55,7 @@ class TestBuildRedundancyGroups:
         "sort_ranks" not in signature(dist.new_group).parameters, reason="all groups are sorted"
     )
     def test_follows_the_order_of_the_group(self, run_ranks):
-        """A group that counts its ranks downwards is cut in its own order."""
+        """A group with descending ranks is cut in its own order."""
 
         def program(rank):
             group = dist.new_group([3, 2, 1, 0], sort_ranks=False)
@@ -67,8 +65,7 @@ class TestBuildRedundancyGroups:
         assert results == [([1, 0], [2, 0]), ([1, 0], [3, 1]), ([3, 2], [2, 0]), ([3, 2], [3, 1])]
 
     @pytest.mark.parametrize("redundancy", [0, 4, 5, 12])
-    def test_refuses_blocks_of_different_size(self, run_ranks, redundancy):
-        """The message holds both numbers and what would do."""
+    def test_refuses_uneven_shard_groups(self, run_ranks, redundancy):
 
         def program(rank):
             message = rf"redundancy={redundancy} for 6 ranks\. Use one of 1, 2, 3, 6"

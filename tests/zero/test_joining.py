@@ -1,4 +1,4 @@
-"""Ranks that join a micro-batch for which they have no data, held to the arithmetic by hand."""
+"""Ranks that join a micro-batch without data, against arithmetic by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNEVEN = Seams(step_count=UnevenStepCount, params=partial(schedule_params, on_us
 
 
 def train(rank, data, *, buffer_elems=None, **config):
-    """One step of x -> w * x on a rank's micro-batches, two at most; return w and the divisor.
+    """Train a step of x -> w * x on at most two micro-batches; return w and the divisor.
 
     The gradient of each micro-batch is its input.
     """
@@ -70,33 +70,33 @@ CONFIGS = [
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize(("by", "count"), [("ranks", 2), ("micro-batches", 3), ("tokens", 3)])
-def test_what_was_accumulated_before_is_in_the_mean(run_ranks, config, by, count):
-    """Rank 1 runs out after 8; of 4, 32 and 8 the mean is over what is declared."""
+def test_mean_includes_earlier_micro_batches(run_ranks, config, by, count):
+    """Rank 1 has no data after 8, so the mean of 4, 32 and 8 is over the declared count."""
     values = run_ranks(2, lambda rank: train(rank, [[4.0, 32.0], [8.0]], divide_by=by, **config))
     expected = -(torch.tensor(44.0) / count).item()
     assert values[0] == [(expected, count)] * 2
 
 
 @pytest.mark.parametrize("config", [each for each in CONFIGS if each["stage"] < 3], ids=str)
-def test_a_rank_without_any_data_steps_with_the_others(run_ranks, config):
+def test_rank_without_any_data_steps_with_the_others(run_ranks, config):
     values = run_ranks(
         2, lambda rank: train(rank, [[], [8.0, 2.0]], divide_by="micro-batches", **config)
     )
     assert values[0] == [(-5.0, 2)] * 2
 
 
-def test_at_stage_3_a_rank_has_to_have_trained_before(run_ranks):
+def test_stage_3_needs_an_earlier_forward_on_the_rank(run_ranks):
     with pytest.raises(RankFailed, match=r"expected a forward on this rank before"):
         run_ranks(1, lambda rank: train(rank, [[]], stage=3))
 
 
-def test_what_is_not_declared_is_refused(lone_group):
+def test_undeclared_uneven_counts_are_refused(lone_group):
     ddp = DistributedDataParallel(nn.Linear(1, 1), config=ZeroConfig(), group=lone_group)
     with pytest.raises(UsageError, match=r"expected an UnevenStepCount"):
         join_micro_batch(ddp, last=True)
 
 
-def test_a_count_that_comes_too_late_is_refused(lone_group):
+def test_division_before_the_count_is_known_is_refused(lone_group):
     config = zero_config(divide="pre", sync="every", divide_by="micro-batches", micro_batches=2)
     with pytest.raises(UsageError, match=r"micro-batches that had data are counted only after"):
         DistributedDataParallel(nn.Linear(1, 1), config=config, group=lone_group, seams=UNEVEN)

@@ -1,4 +1,4 @@
-"""One norm, one clipping and one loss scale for a model whose parts are on different ranks."""
+"""A common norm, clip coefficient and loss scale for a model with parts on different ranks."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from zero_sim.zero.variants.model_groups import build_model_parallel_group
 from zero_sim.zero.variants.scaler import LossScaler
 
 PLACES = [(0, 1), (2, 3)]
-"""Ranks 0 2 train one part and 1 3 the other; 0 1 and 2 3 are at one place of both."""
+"""Ranks 0 and 2 train one part, 1 and 3 the other; 0 1 and 2 3 have equal group ranks in both."""
 
 
 class Part(nn.Module):
@@ -42,7 +42,7 @@ def build(rank, *, stage=1, scaler=None, clip_norm=None, count_copies=False):
 
 
 def step(optimizer, rank, *, value=1.0):
-    """Sums of gradients are `2 * value` in the first part and `4 * value` in the second."""
+    """Take a step; gradients sum to `2 * value` in the first part, `4 * value` in the second."""
     module = optimizer.ddp.module
     ((1 + rank % 2) * value * (module.own.sum() + module.shared.sum())).backward()
     optimizer.ddp.finish_grad_sync()
@@ -53,7 +53,7 @@ def step(optimizer, rank, *, value=1.0):
 @pytest.mark.parametrize(
     ("count_copies", "squares"), [(False, 4 * 4 + 2 * 16), (True, 4 * 4 + 4 * 16)]
 )
-def test_the_norm_is_over_all_parts_and_counts_copies_once(run_ranks, stage, count_copies, squares):
+def test_norm_spans_all_parts_and_counts_copies_once(run_ranks, stage, count_copies, squares):
     def program(rank):
         optimizer = build(rank, stage=stage, count_copies=count_copies)
         return step(optimizer, rank).norm.item() ** 2
@@ -62,8 +62,8 @@ def test_the_norm_is_over_all_parts_and_counts_copies_once(run_ranks, stage, cou
     assert results == [pytest.approx(squares)] * 4
 
 
-def test_what_is_not_counted_is_clipped_all_the_same(run_ranks):
-    """A norm of sqrt(48), clipped to a quarter of it."""
+def test_uncounted_copies_are_clipped_too(run_ranks):
+    """The norm is sqrt(48), clipped to a quarter of it."""
 
     def program(rank):
         optimizer = build(rank, clip_norm=48**0.5 / 4)
@@ -76,7 +76,7 @@ def test_what_is_not_counted_is_clipped_all_the_same(run_ranks):
         assert values == pytest.approx([-1.0 if rank % 2 else -0.5] * 4)
 
 
-def test_an_overflow_in_one_part_is_skipped_by_all(run_ranks):
+def test_overflow_in_one_part_skips_on_all(run_ranks):
     def program(rank):
         optimizer = build(rank, scaler=LossScaler(scale=4.0))
         result = step(optimizer, rank, value=torch.inf if rank == 3 else 1.0)
@@ -86,7 +86,7 @@ def test_an_overflow_in_one_part_is_skipped_by_all(run_ranks):
     assert results == [(True, 2.0, 0.0)] * 4
 
 
-def test_an_overflow_in_a_copy_that_is_not_counted_is_skipped_too(run_ranks):
+def test_overflow_in_an_uncounted_copy_skips_too(run_ranks):
     def program(rank):
         optimizer = build(rank, scaler=LossScaler(scale=4.0))
         module = optimizer.ddp.module
@@ -98,7 +98,7 @@ def test_an_overflow_in_a_copy_that_is_not_counted_is_skipped_too(run_ranks):
     assert results == [True] * 4
 
 
-def test_zeros_are_counted_like_the_norm(run_ranks):
+def test_zero_count_skips_copies_as_the_norm_does(run_ranks):
     def program(rank):
         return step(build(rank), rank, value=0.0).zeros
 
@@ -106,7 +106,7 @@ def test_zeros_are_counted_like_the_norm(run_ranks):
     assert results == [6] * 4
 
 
-def test_a_rank_without_a_place_is_refused(run_ranks):
+def test_rank_outside_the_model_parallel_groups_is_refused(run_ranks):
     def program(rank):
         if rank == 2:
             with pytest.raises(UsageError, match="places that contain rank 2"):

@@ -1,4 +1,4 @@
-"""The naive version against the engine: the same bits, whatever the stage."""
+"""The naive version against the engine: equal bits at every stage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FACTORY = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.01, foreach=False)
 
 
 class Squares(nn.Module):
-    """Params that do not divide evenly; no product of matrices, whose bits depend on addresses."""
+    """Params that do not divide evenly; no matrix product, because its bits depend on addresses."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -28,18 +28,18 @@ class Squares(nn.Module):
             self.register_parameter(f"p{index}", nn.Parameter(value))
 
     def forward(self, scale):
-        """The sum of the squares of all elements, each scaled."""
+        """Return the sum of the squares of all elements, each scaled."""
         return sum((param * scale).float().square().sum() for param in self.parameters())
 
 
 def loss_of(module, *, step, rank, dtype):
-    """Of one rank's data: a number."""
+    """Compute the loss of one rank's data."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     return module(torch.rand((), generator=generator).to(dtype))
 
 
 def train_naively(rank, *, dtype):
-    """The params after a few steps."""
+    """Train a few steps with the naive version; return the params."""
     module = Squares(dtype)
     system = NaiveZero(module, group=dist.group.WORLD, optim_factory=FACTORY)
     for step in range(STEPS):
@@ -49,7 +49,7 @@ def train_naively(rank, *, dtype):
 
 
 def train(rank, *, dtype, stage):
-    """The same by the engine."""
+    """Train the same steps with the engine; return the params."""
     config = zero_config(stage=stage, bucket_elems=6)
     ddp = DistributedDataParallel(Squares(dtype), config=config, group=dist.group.WORLD)
     optimizer = DistributedOptimizer(ddp, optim_factory=FACTORY)
@@ -65,8 +65,7 @@ def train(rank, *, dtype, stage):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_the_engine_does_the_same(run_ranks, world_size, dtype, stage):
-    """Bit for bit, on every rank."""
+def test_engine_equals_naive_version(run_ranks, world_size, dtype, stage):
     plain, _ = run_ranks(world_size, partial(train_naively, dtype=dtype))
     got, _ = run_ranks(world_size, partial(train, dtype=dtype, stage=stage))
     for own, expected in zip(got, plain, strict=True):

@@ -1,4 +1,4 @@
-"""The gradient norm, its certificate, and clipping."""
+"""Gradient norm, its certificate, and clipping."""
 
 from __future__ import annotations
 
@@ -19,53 +19,51 @@ CPU = torch.device("cpu")
 
 
 def draw(count, *, seed=0):
-    """Draw fp32 values."""
     return torch.randn(count, generator=torch.Generator().manual_seed(seed))
 
 
 def measure(*grads):
-    """Sum of squares, zeros, overflows."""
+    """Return sum of squares, zeros and overflows."""
     return measure_grads(grads, device=CPU).tolist()
 
 
 class TestMeasure:
-    """Squares, zeros and overflows of what a rank owns."""
+    """Squares, zeros and overflows of a rank's own gradients."""
 
-    def test_of_nothing_is_zero(self):
-        """A rank that owns nothing adds nothing."""
+    def test_no_gradients_give_zero(self):
         assert measure() == [0, 0, 0]
 
-    def test_squares_without_rounding(self):
+    def test_squares_are_not_rounded_to_fp32(self):
         """(2**12 + 1)**2 does not fit into the 24 bits of fp32."""
         assert measure(torch.tensor([4097.0])) == [4097.0**2, 0, 0]
 
-    def test_squares_what_fp32_could_not(self):
-        """Neither the largest nor the smallest fp32 values leave the range of fp64."""
+    def test_squares_do_not_leave_the_range_of_fp64(self):
+        """The squares of the largest and the smallest fp32 value are in the range of fp64."""
         largest = torch.finfo(torch.float32).max
         assert measure(torch.tensor([largest])) == [largest**2, 0, 0]
         assert measure(torch.tensor([2.0**-149])) == [2.0**-298, 0, 0]
 
     def test_counts_zeros_of_both_signs(self):
-        """Over all gradients; a NaN is no zero."""
+        """The count is over all gradients; a NaN is not a zero."""
         _, zeros, _ = measure(torch.tensor([0.0, -0.0, 1.0]), torch.tensor([math.nan, 0.0]))
         assert zeros == 3
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-    def test_keeps_the_overflow_apart(self, value):
-        """The flag is 1, whatever becomes of the squares."""
+    def test_overflow_flag_is_separate(self, value):
+        """The flag is 1 even if the squares are not finite."""
         squares, zeros, overflows = measure(torch.tensor([value, 0.0]), torch.ones(1))
         assert not math.isfinite(squares)
         assert (zeros, overflows) == (1, 1)
 
-    def test_leaves_gradients_alone(self):
+    def test_gradients_are_unchanged(self):
         """Squaring happens on a copy."""
         grad = draw(10)
         kept = grad.clone()
         measure(grad)
         assert torch.equal(grad, kept)
 
-    def test_does_not_depend_on_where_it_is_cut(self):
-        """Forty draws, cut at random: one fp32 norm each, the correctly rounded one."""
+    def test_norm_does_not_depend_on_cuts(self):
+        """Forty draws, cut at random, all give the correctly rounded fp32 norm."""
         for seed in range(40):
             whole, generator = draw(1000, seed=seed), torch.Generator().manual_seed(seed)
             cuts = [0, *sorted(torch.randperm(1000, generator=generator)[:6].tolist()), 1000]
@@ -79,35 +77,35 @@ class TestMeasure:
 
 
 class TestClipByNorm:
-    """clip_by_norm_ scales everything by one number."""
+    """clip_by_norm_, which scales all gradients by one number."""
 
-    def test_scales_down_by_a_true_quotient(self):
-        """For 7 over 11 the product with the reciprocal would be another fp32 number."""
+    def test_scales_by_a_true_quotient(self):
+        """For 7 / 11, the product with the reciprocal is a different fp32 number."""
         grad, norm = draw(1000), torch.tensor(11.0)
         tiny = torch.tensor(1e-6)
         expected = grad * (torch.tensor(7.0) / (norm + tiny))
         clip_by_norm_([grad], norm=norm, max_norm=7.0)
         assert torch.equal(grad, expected)
 
-    def test_leaves_short_gradients_as_they_are(self):
-        """Bit for bit, zeros with their signs."""
+    def test_gradients_below_the_bound_are_unchanged(self):
+        """Bits are equal, including signs of zeros."""
         grad = torch.tensor([0.0, -0.0, 1 / 3])
         kept = grad.clone()
         clip_by_norm_([grad], norm=torch.tensor(1 / 3), max_norm=1.0)
         assert torch.equal(grad.view(torch.int32), kept.view(torch.int32))
 
-    def test_of_nan_is_nan_everywhere(self):
-        """A NaN norm must not pass for a short one."""
+    def test_nan_norm_gives_nan_gradients(self):
+        """A NaN norm must not pass for a small one."""
         grad = torch.ones(2)
         clip_by_norm_([grad], norm=torch.tensor(math.nan), max_norm=1.0)
         assert grad.isnan().all()
 
 
 class TestClipByValue:
-    """clip_by_value_ clamps each element."""
+    """clip_by_value_, which clamps each element."""
 
-    def test_clamps_to_both_sides(self):
-        """Up to and including the bound; a NaN stays."""
+    def test_clamps_on_both_sides(self):
+        """The bound itself is allowed; a NaN stays."""
         grad = torch.tensor([-3.0, -2.0, 0.5, 2.0, math.inf, math.nan])
         clip_by_value_([grad], max_value=2.0)
         assert grad[:5].tolist() == [-2, -2, 0.5, 2, 2]

@@ -1,4 +1,4 @@
-"""Params gathered as modules use them, and freed when none does: stage 3."""
+"""Params gathered as modules use them, and freed after use: stage 3."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def wrap(module, **config):
 
 
 def states(ddp):
-    """What is in memory of each unit, in the order of layers."""
+    """Return the param state of each unit, in the order of layers."""
     return [unit.param_state.value for buffer in ddp.buffers for unit in buffer.units]
 
 
 def whole_elems(ddp):
-    """Elements of whole params and whole gradients in memory."""
+    """Return elements of resident unsharded params and gradients."""
     units = [unit for buffer in ddp.buffers for unit in buffer.units]
     params = sum(unit.params.numel() for unit in units if unit.params is not None)
     grads = [unit.grad_storage.whole for unit in units]
@@ -42,19 +42,18 @@ def whole_elems(ddp):
 
 
 def kinds(log, rank=0):
-    """The collectives of a rank but for broadcasts, by kind."""
+    """List a rank's collectives by kind, except broadcasts."""
     return [record.kind for record in log.of_rank(rank) if record.kind != "broadcast"]
 
 
 def backward(ddp, loss):
-    """Run the one backward of a step."""
+    """Run the only backward of a step."""
     ddp.begin_last_micro_batch()
     loss.backward()
     ddp.finish_grad_sync()
 
 
-def test_a_rank_keeps_its_shards_alone(run_ranks):
-    """Between steps nothing is whole, and each rank holds a half of every weight."""
+def test_only_shards_are_resident_between_steps(run_ranks):
 
     def program(rank):
         ddp = wrap(build())
@@ -65,8 +64,8 @@ def test_a_rank_keeps_its_shards_alone(run_ranks):
     assert results == [(["sharded"] * 3, [6], (0, 0))] * 2
 
 
-def test_each_layer_is_whole_while_it_computes_and_the_last_until_its_backward(run_ranks):
-    """Seen from inside the forwards, and after the last."""
+def test_layers_are_unsharded_in_use_and_the_last_until_backward(run_ranks):
+    """Recorded inside the forwards, and after the last."""
 
     def program(rank):
         ddp, seen = wrap(build()), []
@@ -79,7 +78,7 @@ def test_each_layer_is_whole_while_it_computes_and_the_last_until_its_backward(r
 
     ((seen, after, at_end), _), log = run_ranks(2, program)
     whole, cut = "whole", "sharded"
-    # A hook of the user's comes behind ours.
+    # A user's hook runs after the engine's.
     assert seen == [[cut, cut, cut], [cut, cut, cut], [cut, cut, whole]]
     assert after == [cut, cut, whole]
     assert at_end == [cut] * 3
@@ -87,8 +86,8 @@ def test_each_layer_is_whole_while_it_computes_and_the_last_until_its_backward(r
     assert kinds(log) == [*ahead, *(["reduce_scatter", "all_gather"] * 2), "reduce_scatter"]
 
 
-def test_no_more_than_two_units_of_gradients_are_whole(run_ranks):
-    """One in flight and one that fills, however deep the model."""
+def test_at_most_two_units_of_gradients_are_unsharded(run_ranks):
+    """One unit is in flight and one fills, at any depth."""
 
     def program(rank):
         ddp, most = wrap(build(6)), [0]
@@ -103,8 +102,8 @@ def test_no_more_than_two_units_of_gradients_are_whole(run_ranks):
     assert results == [(8, (0, 0))] * 2
 
 
-def test_gathers_ahead(run_ranks):
-    """With prefetch the next unit is on its way before the module before it computes."""
+def test_prefetch_gathers_the_next_unit(run_ranks):
+    """With prefetch, a module's forward runs while the next unit's gather is in flight."""
 
     def program(rank):
         ddp, seen = wrap(build(), prefetch=1), []
@@ -116,8 +115,8 @@ def test_gathers_ahead(run_ranks):
     assert results == [[["sharded", "gathering", "sharded"]]] * 2
 
 
-def test_kept_between_forward_and_backward_where_asked(run_ranks):
-    """Without resharding each unit is gathered once a micro-batch."""
+def test_no_reshard_keeps_params_until_backward(run_ranks):
+    """Each unit is gathered once per micro-batch."""
 
     def program(rank):
         ddp = wrap(build(), reshard_after_forward=False)
@@ -131,8 +130,8 @@ def test_kept_between_forward_and_backward_where_asked(run_ranks):
     assert kinds(log).count("all_gather") == 3
 
 
-def test_autograd_keeps_no_whole_param(run_ranks):
-    """What backward needs of a weight is found again after the gather before it."""
+def test_autograd_saves_no_unsharded_param(run_ranks):
+    """Backward gathers each weight again and finds it through saved-tensor hooks."""
 
     def program(rank):
         ddp = wrap(build())
@@ -145,7 +144,7 @@ def test_autograd_keeps_no_whole_param(run_ranks):
     assert results == [[False, False, True]] * 2
 
 
-def test_a_forward_without_gradients_leaves_nothing_whole(run_ranks):
+def test_no_grad_forward_leaves_only_shards(run_ranks):
     """Evaluation between steps."""
 
     def program(rank):
@@ -158,8 +157,8 @@ def test_a_forward_without_gradients_leaves_nothing_whole(run_ranks):
     assert results == [(build()(torch.ones(1, 2)).tolist(), ["sharded"] * 3)] * 2
 
 
-def test_an_exception_in_a_forward_leaves_nothing_behind(run_ranks):
-    """The next step is as any other."""
+def test_exception_in_forward_does_not_affect_the_next_step(run_ranks):
+    """The next step runs as usual."""
 
     class Stumbles(nn.Module):
         def __init__(self):
@@ -189,7 +188,7 @@ def test_an_exception_in_a_forward_leaves_nothing_behind(run_ranks):
     assert len(second[1][0]) == 6
 
 
-def test_under_activation_checkpointing(run_ranks):
+def test_recomputed_forward_finds_its_params(run_ranks):
     """A forward that runs again inside backward finds its params."""
 
     class Again(nn.Module):
@@ -214,8 +213,8 @@ def test_under_activation_checkpointing(run_ranks):
     assert all(again == plain for again, plain in results)
 
 
-def test_a_tied_param_stays_for_its_second_user(run_ranks):
-    """It is freed behind the last module that uses it, and reduced once."""
+def test_tied_param_stays_for_its_second_module(run_ranks):
+    """The param is freed after its last module, and reduced once."""
 
     class Tied(nn.Module):
         def __init__(self):
@@ -240,8 +239,8 @@ def test_a_tied_param_stays_for_its_second_user(run_ranks):
     assert kinds(log).count("reduce_scatter") == 2
 
 
-def test_micro_batches_that_are_summed_each(run_ranks):
-    """Their sums are added up in the shards."""
+def test_sync_every_accumulates_in_shards(run_ranks):
+    """Their sums are accumulated in the shards."""
 
     def program(rank):
         ddp = wrap(build(), sync="every")
@@ -258,7 +257,7 @@ def test_micro_batches_that_are_summed_each(run_ranks):
 
 
 class Reads(nn.Module):
-    """A module that reads another one's weight without calling it."""
+    """A module that reads another module's weight without calling that module."""
 
     def __init__(self):
         super().__init__()
@@ -266,12 +265,12 @@ class Reads(nn.Module):
         self.other = nn.Linear(2, 2, bias=False)
 
     def forward(self, x):
-        """Multiply elementwise by what was not gathered."""
+        """Multiply elementwise by a weight that was not gathered."""
         return self.own(x) * self.other.weight
 
 
-def test_a_param_that_another_module_reads_is_named(run_ranks):
-    """Reading what is not in memory is refused where autograd would keep it."""
+def test_param_read_by_another_module_is_named(run_ranks):
+    """The read is refused when autograd would save the weight."""
 
     def program(rank):
         message = r"'other\.weight' to be read by the forward.*SHARDED"
@@ -281,8 +280,8 @@ def test_a_param_that_another_module_reads_is_named(run_ranks):
     run_ranks(2, program)
 
 
-def test_a_gradient_of_what_nobody_gathered_is_refused(run_ranks):
-    """Where autograd kept nothing of it, at the latest."""
+def test_gradient_of_an_ungathered_param_is_refused(run_ranks):
+    """If autograd saved nothing of the weight, its gradient shows the read."""
 
     class ReadsOnly(Reads):
         def forward(self, x):
@@ -296,8 +295,8 @@ def test_a_gradient_of_what_nobody_gathered_is_refused(run_ranks):
     run_ranks(2, program)
 
 
-def test_params_below_no_forward_are_refused(run_ranks):
-    """Nothing would tell when they are used."""
+def test_params_outside_any_forward_are_refused(run_ranks):
+    """No hook would report their use."""
 
     def program(rank):
         with pytest.raises(ModelError, match="below a module with a forward"):
@@ -307,14 +306,13 @@ def test_params_below_no_forward_are_refused(run_ranks):
 
 
 class TestTransitions:
-    """Each step of a unit's life is named where it is left out."""
+    """Missing transitions of a unit."""
 
     def unit(self, ddp):
-        """The first unit of a model, and all others with it."""
+        """Return the first unit of a model."""
         return ddp.buffers[0].units[0]
 
-    def test_a_gather_of_what_is_gathered(self, run_ranks):
-        """Freed is freed once."""
+    def test_second_free_is_refused(self, run_ranks):
 
         def program(rank):
             unit = self.unit(wrap(build()))
@@ -324,8 +322,7 @@ class TestTransitions:
 
         run_ranks(1, program)
 
-    def test_a_sum_of_what_never_came(self, run_ranks):
-        """Gradients are filled before they are reduced."""
+    def test_reduce_without_fill_is_refused(self, run_ranks):
 
         def program(rank):
             unit = self.unit(wrap(build()))
@@ -335,8 +332,7 @@ class TestTransitions:
 
         run_ranks(1, program)
 
-    def test_gradients_that_are_not_in_memory(self, run_ranks):
-        """They cannot be read."""
+    def test_read_of_freed_gradients_is_refused(self, run_ranks):
 
         def program(rank):
             unit = self.unit(wrap(build()))
@@ -345,8 +341,8 @@ class TestTransitions:
 
         run_ranks(1, program)
 
-    def test_states_of_a_whole_step(self, run_ranks):
-        """From sharded and empty back to it."""
+    def test_states_after_a_full_step(self, run_ranks):
+        """A step goes from sharded and empty back to the same states."""
 
         def program(rank):
             ddp = wrap(build())
@@ -359,8 +355,8 @@ class TestTransitions:
         sharded = ParamState.SHARDED
         assert results == [[(GradState.REDUCED, sharded), (GradState.EMPTY, sharded)]]
 
-    def test_a_module_uses_whole_params_and_an_owner_updates_its_shard(self, run_ranks):
-        """Seen from inside a forward, behind the write of a shard, and behind the next gather."""
+    def test_states_in_use_after_a_write_and_after_a_gather(self, run_ranks):
+        """Recorded inside a forward, after the write of a shard, and after the next gather."""
 
         def program(rank):
             ddp, seen = wrap(build()), []

@@ -25,17 +25,15 @@ class Bare(nn.Module):
 
 
 def sgd(params):
-    """Plain SGD with a step size that is exact in bf16."""
+    """Build plain SGD with a step size that is exact in bf16."""
     return torch.optim.SGD(params, lr=0.25)
 
 
 def adamw(params):
-    """AdamW."""
     return torch.optim.AdamW(params, lr=0.25)
 
 
 def build(module, *, group, optim_factory=sgd, broadcast_params=True, **config):
-    """Wrap a module and build its optimizer."""
     ddp = DistributedDataParallel(
         module, config=zero_config(**config), group=group, broadcast_params=broadcast_params
     )
@@ -43,14 +41,14 @@ def build(module, *, group, optim_factory=sgd, broadcast_params=True, **config):
 
 
 def take_step(ddp, optimizer, factor):
-    """One forward, backward, reduction and step."""
+    """Run a forward, backward, reduction and step."""
     ddp(factor).backward()
     ddp.finish_grad_sync()
     optimizer.step()
 
 
 class TestOwnership:
-    """A rank keeps state of what it owns and of nothing else."""
+    """State of a rank's own elements."""
 
     def test_stage_1_splits_state_over_ranks(self, run_ranks):
         """Seven elements over two ranks: the second param is cut after its first element."""
@@ -69,7 +67,7 @@ class TestOwnership:
         ]
 
     def test_stage_0_keeps_everything_everywhere(self, run_ranks):
-        """Without shards each rank has one fragment a param, the whole param."""
+        """Each rank has a single fragment per param, the full param."""
 
         def program(rank):
             _, optimizer = build(Bare(3, 0, 4), group=dist.group.WORLD, stage=0)
@@ -79,7 +77,7 @@ class TestOwnership:
         assert results == [[("p.0", Span(0, 3)), ("p.2", Span(0, 4))]] * 2
 
     def test_masters_are_flat_shards_with_zero_padding(self, run_ranks):
-        """One fp32 tensor a bucket, as long as a shard."""
+        """Each bucket has an fp32 tensor with the length of a shard."""
 
         def program(rank):
             _, optimizer = build(
@@ -94,7 +92,7 @@ class TestOwnership:
             {(0, 0): (fp32, [1, 0]), (0, 1): (fp32, [1])},
         ]
 
-    def test_takes_12_bytes_an_element_over_all_ranks(self, run_ranks):
+    def test_takes_12_bytes_per_element_over_all_ranks(self, run_ranks):
         """Master and two moments in fp32, once in the world: 12 P / N."""
 
         def program(rank):
@@ -107,8 +105,8 @@ class TestOwnership:
         results, _ = run_ranks(3, program)
         assert results == [12 * 12 // 3] * 3
 
-    def test_a_rank_without_anything_takes_part(self, run_ranks):
-        """Three ranks and one element: all end with the same param, two with an empty group."""
+    def test_rank_without_elements_takes_part(self, run_ranks):
+        """Three ranks share one element: all end with the same param, two with an empty group."""
 
         def program(rank):
             ddp, optimizer = build(Bare(1), group=dist.group.WORLD)
@@ -126,14 +124,14 @@ class TestOwnership:
 
 
 class TestStep:
-    """A step goes from the reduced gradient to equal params on all ranks."""
+    """A step, from reduced gradients to equal params on all ranks."""
 
     @pytest.mark.parametrize(
         ("divide", "expected"), [("none", 1 - 6 / 4), ("pre", 0.5), ("post", 0.5)]
     )
     @pytest.mark.parametrize("stage", [0, 1])
     def test_divides_as_configured(self, run_ranks, stage, divide, expected):
-        """Gradients 1, 2 and 3: SGD sees their sum 6 or their mean 2."""
+        """Gradients 1, 2 and 3: SGD receives their sum 6 or their mean 2."""
 
         def program(rank):
             ddp, optimizer = build(Bare(2, 2), group=dist.group.WORLD, stage=stage, divide=divide)
@@ -143,7 +141,7 @@ class TestStep:
         results, _ = run_ranks(3, program)
         assert results == [[[expected] * 2] * 2] * 3
 
-    def test_keeps_what_bf16_cannot_hold(self, lone_group):
+    def test_master_accumulates_steps_below_bf16_resolution(self, lone_group):
         """Steps too small for bf16 add up in the fp32 master."""
         tiny = 2.0**-10
         ddp, optimizer = build(Bare(1, dtype=torch.bfloat16), group=lone_group)
@@ -158,7 +156,7 @@ class TestStep:
         assert working[-1] == 1 - 8 * tiny
 
     def test_leaves_the_reduced_gradient_readable(self, lone_group):
-        """foreach SGD with nesterov writes to the gradient it gets; the buffer keeps its own."""
+        """foreach SGD with nesterov writes to its gradient; the buffer keeps the original."""
 
         def nesterov(params):
             return torch.optim.SGD(params, lr=0.5, momentum=0.5, nesterov=True, foreach=True)
@@ -168,21 +166,20 @@ class TestStep:
         (fragment,) = optimizer.fragments()
         assert fragment.grad.tolist() == [3, 3]
 
-    def test_holds_no_fp32_gradient_between_steps(self, lone_group):
-        """The upcast gradient lives no longer than the step."""
+    def test_no_fp32_gradient_is_resident_between_steps(self, lone_group):
         ddp, optimizer = build(Bare(2), group=lone_group)
         take_step(ddp, optimizer, 3.0)
         assert all(p.grad is None for g in optimizer.inner.param_groups for p in g["params"])
 
     def test_needs_reduced_gradients(self, lone_group):
-        """A step on this rank's own gradients would let ranks drift apart."""
+        """A step on local gradients would let ranks drift apart."""
         ddp, optimizer = build(Bare(2), group=lone_group)
         ddp(1.0).backward()
         with pytest.raises(UsageError, match=r"Call ddp\.finish_grad_sync\(\)"):
             optimizer.step()
 
-    def test_communicates_once_a_bucket(self, run_ranks):
-        """One reduce-scatter and one all-gather a bucket, and one small all-reduce for the norm."""
+    def test_communicates_once_per_bucket(self, run_ranks):
+        """Each bucket has a reduce-scatter and an all-gather; the norm needs a small all-reduce."""
 
         def program(rank):
             ddp, optimizer = build(
@@ -196,17 +193,16 @@ class TestStep:
 
 
 class TestInspection:
-    """fragments() shows all that a rank owns."""
+    """fragments(), a view of all elements that a rank owns."""
 
     def test_shows_no_state_before_the_first_step(self, lone_group):
-        """Looking does not create state."""
+        """Reading does not create state."""
         _, optimizer = build(Bare(2), group=lone_group, optim_factory=adamw)
         (fragment,) = optimizer.fragments()
         assert dict(fragment.state) == {}
         assert len(optimizer.inner.state) == 0
 
     def test_names_buffer_bucket_and_shard(self, run_ranks):
-        """Where a fragment lies is told in the words of the layout."""
 
         def program(rank):
             module = nn.ModuleList([Bare(2), Bare(3, 3, dtype=torch.bfloat16)])

@@ -1,4 +1,4 @@
-"""Param groups, learning rates and params that are frozen for a while."""
+"""Param groups, learning rates and temporarily frozen params."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LRS = (0.5, 0.25)
 
 
 def group_of(name):
-    """Even params are of group 0, odd ones of group 1: neighbors in a shard differ."""
+    """Put even params into group 0 and odd ones into group 1, so neighbors in a shard differ."""
     return int(name) % 2
 
 
 def adamw_of_two(groups):
-    """AdamW with settings for each group, by index."""
+    """Build AdamW with settings for each group, by index."""
     return torch.optim.AdamW(
         [
             {**g, "lr": LRS[g["group_index"]], "weight_decay": 0.1 * g["group_index"]}
@@ -32,7 +32,7 @@ def adamw_of_two(groups):
 
 
 def sgd_of_two(groups):
-    """SGD with a learning rate for each group."""
+    """Build SGD with a learning rate for each group."""
     return torch.optim.SGD([{**group, "lr": LRS[group["group_index"]]} for group in groups])
 
 
@@ -46,7 +46,7 @@ def build(optim_factory=sgd_of_two, *, sizes=SIZES, stage=1, groups=group_of, **
 
 
 def take_step(ddp, optimizer, *, step=0):
-    """One step with gradients that follow from the step alone, all on rank 0."""
+    """Take a step with gradients that depend on the step only, all on rank 0."""
     loss = sum((p * g).sum() for p, g in zip(ddp.module, draw(step), strict=True))
     (loss * (ddp.rank == 0)).backward()
     ddp.finish_grad_sync()
@@ -56,18 +56,18 @@ def take_step(ddp, optimizer, *, step=0):
 
 
 def draw(step):
-    """Draw one gradient a param."""
+    """Draw a gradient for each param."""
     generator = torch.Generator().manual_seed(step)
     return [torch.randn(size, generator=generator) for size in SIZES]
 
 
 class TestGroups:
-    """Each param is stepped with the settings of its group."""
+    """Params stepped with the settings of their group."""
 
     @pytest.mark.parametrize("stage", [0, 1])
     @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
     def test_interleaved_groups_step_as_on_one_device(self, run_ranks, stage, world_size):
-        """Params and moments, bit for bit, with shards that hold parts of both groups."""
+        """Params and moments have equal bits, with shards that contain parts of both groups."""
 
         def program(rank):
             ddp, optimizer = build(adamw_of_two, stage=stage, bucket_elems=9)
@@ -86,7 +86,7 @@ class TestGroups:
             assert all(torch.equal(a, b) for a, b in zip(got, params, strict=True))
 
     def test_are_the_same_on_every_rank(self, run_ranks):
-        """Also where a rank owns nothing of a group, or nothing at all."""
+        """This holds even on a rank that owns nothing of a group, or nothing at all."""
 
         def program(rank):
             _, optimizer = build(sizes=(2, 1))
@@ -101,8 +101,8 @@ class TestGroups:
             [(0.5, 0, 0), (0.25, 1, 0)],
         ]
 
-    def test_one_that_no_param_is_in_exists_too(self, lone_group):
-        """Group 1 of three is empty, and keeps its place."""
+    def test_empty_group_exists(self, lone_group):
+        """Group 1 of three is empty and keeps its index."""
         _, optimizer = build(
             lambda groups: torch.optim.SGD(groups), groups=lambda name: 2 * (int(name) % 2)
         )
@@ -110,21 +110,21 @@ class TestGroups:
 
     @pytest.mark.parametrize("index", [-1, True, 0.0, None])
     def test_are_indices(self, lone_group, index):
-        """With the name of the param."""
+        """The message names the param."""
         with pytest.raises(UsageError, match=r"from 0, got .* for '0'"):
             build(groups=lambda name: index)
 
     def test_swapped_by_the_factory_are_refused(self, lone_group):
-        """Group 0's settings would go to group 1's params."""
+        """Group 0's settings would apply to group 1's params."""
         with pytest.raises(UsageError, match="param group 0, in that order"):
             build(lambda groups: torch.optim.SGD(list(reversed(groups))))
 
 
 class TestLearningRate:
-    """Rates are set by factor, or by any of torch's schedulers."""
+    """Rates set by a factor or by torch's schedulers."""
 
     def test_factor_multiplies_each_groups_own_rate(self, run_ranks):
-        """The rate at construction, not the last one, as a product of Python floats."""
+        """The base is the rate at construction, not the last one, multiplied as Python floats."""
 
         def program(rank):
             _, optimizer = build(sizes=(1, 1))
@@ -138,7 +138,7 @@ class TestLearningRate:
         assert results == [[[0.5 * f, 0.25 * f] for f in (0.1, 0.3, 1.0)]] * 3
 
     def test_factor_reaches_the_step(self, run_ranks):
-        """SGD on a gradient of 1 moves by the rate."""
+        """SGD moves by the rate if the gradient is 1."""
 
         def program(rank):
             ddp, optimizer = build(sizes=(1, 1))
@@ -152,7 +152,7 @@ class TestLearningRate:
         assert results == [[0.75, 0.875]] * 3
 
     def test_schedulers_of_torch_run_on_every_rank(self, run_ranks):
-        """Also on a rank that owns nothing."""
+        """Ranks that own nothing run them too."""
 
         def program(rank):
             ddp, optimizer = build(
@@ -170,8 +170,8 @@ class TestLearningRate:
         results, _ = run_ranks(3, program)
         assert results == [1 - 1 - 0.5] * 3
 
-    def test_tensors_are_no_factor_base(self, lone_group):
-        """A product with a tensor would round otherwise."""
+    def test_tensor_rates_are_refused(self, lone_group):
+        """A product with a tensor would round differently."""
         _, optimizer = build(
             lambda params: torch.optim.SGD(params, lr=torch.tensor(0.5)), groups=None
         )
@@ -180,7 +180,7 @@ class TestLearningRate:
 
 
 class TestFrozenForAWhile:
-    """A param that does not require gradients when a step runs is not touched by it."""
+    """Params that do not require gradients when a step runs."""
 
     @pytest.mark.parametrize("stage", [0, 1])
     def test_steps_as_torch_does_without_its_gradient(self, run_ranks, stage):
@@ -207,7 +207,7 @@ class TestFrozenForAWhile:
             assert all(count == (3 if name == "2" else 5) for name, count in counts.items())
 
     def test_from_the_first_step_on_has_no_state(self, lone_group):
-        """And gets it in the step in which it is trained."""
+        """State is created in the first step that trains the param."""
         ddp, optimizer = build(adamw_of_two)
         ddp.module[0].requires_grad_(False)
         take_step(ddp, optimizer)

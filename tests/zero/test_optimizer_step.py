@@ -1,4 +1,4 @@
-"""What a step measures, clips and skips, over all ranks."""
+"""Norms, clipping and skipped steps over all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = (3, 4, 1, 9)
 
 
 def draw(seed):
-    """Draw one gradient a param."""
+    """Draw a gradient for each param."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(size, generator=generator) for size in SIZES]
 
@@ -46,7 +46,7 @@ def build(*, dtype=torch.float32, sizes=SIZES, lr=0.25, momentum=0.0, config=Non
 
 
 def take_step(ddp, optimizer, grads):
-    """One step in which this rank's gradients are those given."""
+    """Take a step with these gradients on this rank."""
     loss = sum((p * g.to(p.dtype)).sum() for p, g in zip(ddp.module, grads, strict=True))
     scaler = optimizer.loss_scaler
     (loss if scaler is None else scaler.scale_loss(loss)).backward()
@@ -57,7 +57,7 @@ def take_step(ddp, optimizer, grads):
 
 
 def snapshot(ddp, optimizer):
-    """Everything that a skipped step must leave alone, as values."""
+    """Return the values that a skipped step must not change."""
     owned = [(f.master.tolist(), {k: v.tolist() for k, v in f.state.items()})
              for f in optimizer.fragments()]  # fmt: skip
     return [param.tolist() for param in ddp.module], owned
@@ -65,11 +65,11 @@ def snapshot(ddp, optimizer):
 
 @pytest.mark.parametrize("stage", [0, 1])
 class TestNorm:
-    """Norm and zeros are those of the whole gradient, on every rank."""
+    """Norm and zeros of the full gradient, on every rank."""
 
     @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
     def test_counts_every_element_once(self, run_ranks, stage, world_size):
-        """Whatever the number of ranks and their padding, and the same bits."""
+        """The bits are equal for any number of ranks and any padding."""
         grads = draw(0)
 
         def program(rank):
@@ -87,7 +87,7 @@ class TestNorm:
             assert result.zeros == 0
 
     def test_counts_zeros_of_params_but_not_of_padding(self, run_ranks, stage):
-        """Two zeros in the gradient; many more in the padding."""
+        """Two zeros in the gradient, many more in the padding."""
 
         def program(rank):
             ddp, optimizer = build(sizes=(3, 2), config={"stage": stage, "align_elems": 16})
@@ -109,8 +109,8 @@ class TestNorm:
         results, _ = run_ranks(2, program)
         assert results == [5, 5]
 
-    def test_leaves_frozen_params_out(self, run_ranks, stage):
-        """Of norm and of zeros, though the gradient was there before the param was frozen."""
+    def test_excludes_frozen_params(self, run_ranks, stage):
+        """Neither norm nor zeros include them, even if the param was frozen after its backward."""
 
         def program(rank):
             ddp, optimizer = build(sizes=(2, 3), config={"stage": stage})
@@ -124,8 +124,8 @@ class TestNorm:
         results, _ = run_ranks(2, program)
         assert results == [(torch.tensor(18.0).sqrt().item(), 0)] * 2
 
-    def test_says_what_else_happened(self, run_ranks, stage):
-        """Without a loss scaler no step is skipped, also not one with a NaN."""
+    def test_step_without_scaler_is_never_skipped(self, run_ranks, stage):
+        """Without a loss scaler no step is skipped, even with a NaN."""
 
         def program(rank):
             ddp, optimizer = build(sizes=(2,), config={"stage": stage})
@@ -138,12 +138,12 @@ class TestNorm:
 
 
 class TestClip:
-    """Clipping is of the whole gradient, not of what a rank owns."""
+    """Clipping of the full gradient, not of a rank's part."""
 
     @pytest.mark.parametrize("world_size", [1, 2, 3])
     @pytest.mark.parametrize("stage", [0, 1])
     def test_by_norm_has_the_same_bits_for_any_number_of_ranks(self, run_ranks, stage, world_size):
-        """Against plain tensors."""
+        """The reference uses plain tensors."""
         grads = draw(1)
 
         def program(rank):
@@ -162,7 +162,7 @@ class TestClip:
                 assert torch.equal(param, 1 - grad * coefficient)
 
     def test_by_value(self, run_ranks):
-        """Each element on its own, after the sum over ranks."""
+        """Each element is clamped after the sum over ranks."""
 
         def program(rank):
             ddp, optimizer = build(sizes=(3,), lr=1.0, clip_value=1.5)
@@ -173,7 +173,7 @@ class TestClip:
         assert results == [[2.5, 0.0, -0.5]] * 2
 
     def test_leaves_the_reduced_gradient_readable(self, lone_group):
-        """What is clipped is a copy."""
+        """Clipping works on a copy."""
         ddp, optimizer = build(sizes=(2,), clip_value=0.5)
         (ddp.module[0] * 3).sum().backward()
         ddp.finish_grad_sync()
@@ -185,22 +185,22 @@ class TestClip:
         "bounds", [{"clip_norm": 0.0}, {"clip_value": -1.0}, {"clip_norm": math.nan}]
     )
     def test_needs_positive_bounds(self, lone_group, bounds):
-        """A bound of zero would stop the training without a word."""
+        """A bound of zero would silently stop the training."""
         with pytest.raises(UsageError, match="to be positive"):
             build(**bounds)
 
     def test_by_both_is_refused(self, lone_group):
-        """As it is not said which comes first."""
+        """The order of the two would be ambiguous."""
         with pytest.raises(UsageError, match=r"one way of clipping.*Remove one"):
             build(clip_norm=1.0, clip_value=1.0)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 class TestLossScale:
-    """Scaling changes nothing, and an overflow anywhere skips the step everywhere."""
+    """Loss scaling: no effect on the bits, and an overflow skips the step on all ranks."""
 
-    def test_is_taken_out_again(self, run_ranks, stage):
-        """The same bits with and without, in params and norm."""
+    def test_scale_does_not_affect_the_bits(self, run_ranks, stage):
+        """Params and norm have equal bits with and without a scaler."""
 
         def program(rank):
             outcomes = []
@@ -242,8 +242,8 @@ class TestLossScale:
         results, _ = run_ranks(3, program)
         assert results == [((True, False, True, True), (8, 4, 4, 1))] * 3
 
-    def test_overflow_of_the_sum_alone_counts(self, run_ranks, stage):
-        """Finite on each rank, infinite as a sum."""
+    def test_overflow_only_in_the_sum_skips(self, run_ranks, stage):
+        """Gradients are finite on each rank, and their sum is infinite."""
 
         def program(rank):
             ddp, optimizer = build(
@@ -257,7 +257,6 @@ class TestLossScale:
         assert results == [True, True]
 
     def test_frozen_params_do_not_count(self, run_ranks, stage):
-        """What is not stepped cannot spoil a step."""
 
         def program(rank):
             ddp, optimizer = build(
@@ -275,7 +274,7 @@ class TestLossScale:
         assert results == [False, False]
 
     def test_all_ranks_issue_the_same_collectives(self, run_ranks, stage):
-        """In a step that is skipped as in one that is not."""
+        """A skipped step issues the same collectives."""
 
         def program(rank):
             ddp, optimizer = build(
@@ -290,8 +289,8 @@ class TestLossScale:
         kinds = [[record.kind for record in log.of_rank(rank)] for rank in range(3)]
         assert kinds[0] == kinds[1] == kinds[2]
 
-    def test_grows(self, run_ranks, stage):
-        """As the scaler says, after steps that were finite."""
+    def test_scale_grows_after_finite_steps(self, run_ranks, stage):
+        """The scale doubles after `growth_interval` finite steps."""
 
         def program(rank):
             ddp, optimizer = build(
@@ -305,12 +304,12 @@ class TestLossScale:
 
 
 class TestRedundancy:
-    """With copies of the state nothing counts twice, and all copies do the same."""
+    """Replicas of the state: no element counts twice, and all replicas agree."""
 
     @pytest.mark.parametrize("redundancy", [1, 2, 3, 6])
     @pytest.mark.parametrize("partition", ["padded", "uneven"])
     def test_norm_and_zeros_count_each_element_once(self, run_ranks, redundancy, partition):
-        """Six ranks in blocks, and the norm of a single rank's gradient."""
+        """Six ranks in shard groups give the norm of a single rank's gradient."""
         grads = draw(2)
         grads[3][4:6] = 0.0
 
@@ -327,8 +326,8 @@ class TestRedundancy:
         assert [(got, zeros) for got, zeros, _ in results] == [(norm, 2)] * 6
         assert all(params == results[0][2] for _, _, params in results)
 
-    def test_overflow_skips_in_every_copy(self, run_ranks):
-        """On one rank of four in two blocks; the next step is taken by all."""
+    def test_overflow_skips_in_every_replica(self, run_ranks):
+        """Overflow on one rank of four in two shard groups; all take the next step."""
 
         def program(rank):
             ddp, optimizer = build(
@@ -348,8 +347,8 @@ class TestRedundancy:
         results, _ = run_ranks(4, program)
         assert results == [(True, True, False, 2)] * 4
 
-    def test_one_copy_that_overflowed_alone_holds_all_back(self, run_ranks):
-        """A sum that went wrong in one block only must not let the others go ahead."""
+    def test_overflow_in_one_replica_skips_in_all(self, run_ranks):
+        """A sum that overflowed in a single shard group must skip the step in all."""
 
         def program(rank):
             ddp, optimizer = build(config={"redundancy": 2}, seams=scaled(scale=4.0))
@@ -364,10 +363,10 @@ class TestRedundancy:
 
 
 class TestOverlappedGather:
-    """The gather is the module's matter: the optimizer starts it and does not wait."""
+    """Overlapped gathers, started by the optimizer and finished by the module."""
 
-    def test_params_are_those_of_a_gather_that_waits(self, run_ranks):
-        """Over several steps, one of them skipped."""
+    def test_params_equal_those_of_a_blocking_gather(self, run_ranks):
+        """Several steps, one of them skipped."""
 
         def program(rank):
             outcomes = []

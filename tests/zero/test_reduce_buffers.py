@@ -1,4 +1,4 @@
-"""Reduce buffers: memory that gradients pass through, of which no more is there than has to be."""
+"""Reduce buffers: temporary memory for gradients, as few as possible."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def backward(ddp, scale=1.0):
 
 
 def watch(ddp, look):
-    """Collect what there is behind the engine's own hook, as each gradient arrives."""
+    """Collect `look()` as each gradient arrives, after the engine's own hook."""
     seen = []
     for param in ddp.params.values():
         param.register_post_accumulate_grad_hook(lambda _: seen.append(look()))
@@ -52,8 +52,8 @@ def watch(ddp, look):
 
 
 @pytest.mark.parametrize(("overlap", "most"), [(True, 2), (False, 1)])
-def test_no_more_buffers_than_take_turns(world_of, overlap, most):
-    """With overlap the one fills while the other is on its way."""
+def test_number_of_buffers_is_bounded(world_of, overlap, most):
+    """With overlap, one buffer fills while the other is in flight."""
     world = world_of(2)
 
     def program(rank):
@@ -67,7 +67,7 @@ def test_no_more_buffers_than_take_turns(world_of, overlap, most):
     assert world.run(program) == [(most, 0)] * 2
 
 
-def test_gradients_are_dropped_as_they_are_copied(world_of):
+def test_gradients_are_dropped_once_copied(world_of):
     world = world_of(2)
 
     def program(rank):
@@ -81,8 +81,8 @@ def test_gradients_are_dropped_as_they_are_copied(world_of):
     assert world.run(program) == [[[True] * 3] * 3] * 2
 
 
-def test_together_they_wait_until_none_is_missing(world_of):
-    """Of three gradients two go together: the first stays until the second is there."""
+def test_gradients_of_a_buffer_wait_for_each_other(world_of):
+    """Two of three gradients share a buffer: the first stays until the second arrives."""
     world = world_of(2)
 
     def program(rank):
@@ -97,8 +97,8 @@ def test_together_they_wait_until_none_is_missing(world_of):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_a_second_gradient_before_its_unit_is_sent_is_added(world_of, stage):
-    """Two backwards in one micro-batch, the first of which does not complete the unit."""
+def test_second_gradient_before_reduction_is_added(world_of, stage):
+    """Two backwards in one micro-batch; the first does not complete the unit."""
     world = world_of(1)
 
     def program(rank):
@@ -114,7 +114,7 @@ def test_a_second_gradient_before_its_unit_is_sent_is_added(world_of, stage):
     assert world.run(program) == [[7.0] * 4]
 
 
-def test_a_second_gradient_behind_its_unit_is_refused(world_of):
+def test_second_gradient_after_reduction_is_refused(world_of):
     world = world_of(1)
 
     def program(rank):
@@ -128,8 +128,8 @@ def test_a_second_gradient_behind_its_unit_is_refused(world_of):
     world.run(program)
 
 
-def test_gradients_that_did_not_come_are_zero(world_of):
-    """On one rank only; whoever used the buffer before it left something else there."""
+def test_missing_gradients_are_zero(world_of):
+    """One rank only; the buffer still has values of its previous user."""
     world = world_of(2)
 
     def program(rank):
@@ -148,7 +148,7 @@ def test_gradients_that_did_not_come_are_zero(world_of):
     assert second == {"0.weight": [], "1.weight": [0.0] * 2, "2.weight": [0.0] * 4}
 
 
-def test_without_a_begin_all_are_copied_at_the_end(world_of):
+def test_without_begin_call_gradients_are_copied_at_the_end(world_of):
     world = world_of(2)
 
     def program(rank):
@@ -164,7 +164,7 @@ def test_without_a_begin_all_are_copied_at_the_end(world_of):
 
 
 def test_chunks_fill_the_same_params(world_of):
-    """Stretches of each rank's shard, of one element and up; the last one shorter."""
+    """Chunks of each rank's shard, from one element up; the last chunk is shorter."""
     world = world_of(3)
 
     def program(rank):
@@ -192,7 +192,7 @@ def test_chunks_fill_the_same_params(world_of):
         ({"sync": "last"}, "sync='every' with reduce buffers and stage=2"),
     ],
 )
-def test_refuses_what_does_not_go_together(world_of, config, match):
+def test_refuses_incompatible_config(world_of, config, match):
     def program(rank):
         with pytest.raises(UsageError, match=match):
             wrap(config)
@@ -200,7 +200,7 @@ def test_refuses_what_does_not_go_together(world_of, config, match):
     world_of(1).run(program)
 
 
-def test_refuses_copies_of_the_state(world_of):
+def test_refuses_redundancy(world_of):
     def program(rank):
         blocks = build_redundancy_groups(dist.group.WORLD, redundancy=2)
         with pytest.raises(UsageError, match="redundancy=1 with reduce buffers"):
@@ -215,7 +215,7 @@ def test_refuses_copies_of_the_state(world_of):
 
 
 @pytest.mark.parametrize("unit", [AllReducedUnit, SummedAtFirstUnit])
-def test_refuses_units_with_sums_of_their_own(world_of, unit):
+def test_refuses_units_with_their_own_sums(world_of, unit):
     """The buffers sum gradients, so the units' sums would never be issued."""
 
     def program(rank):
@@ -225,7 +225,7 @@ def test_refuses_units_with_sums_of_their_own(world_of, unit):
     world_of(1).run(program)
 
 
-def test_refuses_a_length_that_is_none():
+def test_refuses_zero_length():
     with pytest.raises(UsageError, match="elems to be an integer of at least 1"):
         BufferSettings(elems=0)
 
@@ -239,6 +239,6 @@ def test_refuses_a_length_that_is_none():
         (1, {"partition": "one-owner"}, "because every rank needs a shard"),
     ],
 )
-def test_chunks_refuse_what_does_not_go_together(chunk, config, match):
+def test_chunks_refuse_incompatible_config(chunk, config, match):
     with pytest.raises(UsageError, match=match):
         chunked_units(chunk, config=zero_config(**config))

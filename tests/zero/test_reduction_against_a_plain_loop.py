@@ -1,11 +1,9 @@
 """Reduced gradients and gathered params against plain loops over ranks: equal bits, any config.
 
-The module has one of each awkward param; which of them a rank uses depends on rank and micro-batch.
-
-Matrix products differ in their last bits with the instructions of the machine and with where a
-weight lies, which is another question than this one. So forward and backward are in small whole
-numbers, which any product gets exactly, and a hook makes fractions of the gradients before they are
-added up.
+The module has each kind of awkward param. The params that a rank uses depend on rank and
+micro-batch. Bits of matrix products depend on the machine's instructions and on the weight's
+address, which these tests do not cover. So forward and backward use small whole numbers, for which
+every product is exact, and a hook turns the gradients into fractions before accumulation.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ class Unusual(nn.Module):
             param.register_hook(lambda grad: grad * 0.37)
 
     def forward(self, x, *, rank, micro):
-        """Use some params twice, some only here and there."""
+        """Use some params twice, and others only on some ranks or micro-batches."""
         hidden = self.twice(
             nn.functional.hardtanh(self.twice(self.first(x) + self.tied(x)), -9.0, 9.0)
         )
@@ -65,18 +63,17 @@ class Unusual(nn.Module):
 
 
 def batch_of(*, step, rank, micro):
-    """Data of one micro-batch; the number of rows depends on the rank."""
+    """Draw a micro-batch; the number of rows depends on the rank."""
     generator = torch.Generator().manual_seed(100 * step + 10 * rank + micro)
     return torch.randint(-2, 3, (2 + rank % 3, 3), generator=generator).float()
 
 
 def new_value(grad, *, step):
-    """What a param becomes: fractions only where no product follows."""
+    """Return a param's new value, with fractions only if no product follows."""
     return -grad if step == STEPS - 1 else -grad.sign()
 
 
 def build_ddp(config):
-    """Wrap the module on the calling rank."""
     return DistributedDataParallel(
         Unusual(),
         config=config,
@@ -85,7 +82,7 @@ def build_ddp(config):
 
 
 def run_step(ddp, *, step, rank):
-    """Run all micro-batches of one step on one rank, until the gradients are reduced."""
+    """Run all micro-batches of a step on one rank, until the gradients are reduced."""
     for micro in range(MICRO_BATCHES):
         rows = batch_of(step=step, rank=rank, micro=micro)
         last = micro == MICRO_BATCHES - 1
@@ -98,10 +95,9 @@ def run_step(ddp, *, step, rank):
 
 
 def train_with_zero(config, *, rank):
-    """Run the system; per step the gradients and params, and how much was overlapped.
+    """Train with ZeRO; return the gradients of each step and the final params.
 
-    Its optimizer takes the negative gradient for the new value of each param, and before the last
-    step only its sign.
+    The new value of each param is its negative gradient, or only the sign before the last step.
     """
     ddp = build_ddp(config)
     history = []
@@ -125,7 +121,7 @@ def train_with_zero(config, *, rank):
 
 
 def scale_plainly(grad, config, count):
-    """What each rank does before the sum."""
+    """Scale a rank's gradient before the sum."""
     if config.divide == "pre":
         return (grad.float() / count).to(grad.dtype)
     if config.divide == "premul":
@@ -135,14 +131,17 @@ def scale_plainly(grad, config, count):
 
 
 def sum_plainly(per_rank, redundancy):
-    """Sum inside blocks of consecutive ranks, then over the blocks."""
+    """Sum inside shard groups of consecutive ranks, then over the groups."""
     size = len(per_rank) // redundancy
     blocks = [per_rank[start : start + size] for start in range(0, len(per_rank), size)]
     return reduce(add, [reduce(add, block) for block in blocks])
 
 
 def train_plainly(world_size, config):
-    """One process, loops over ranks and micro-batches; the reduced gradients a step, the params."""
+    """Train in one process with loops over ranks and micro-batches.
+
+    Return the reduced gradients of each step and the final params.
+    """
     module = Unusual()
     params = {name: p for name, p in module.named_parameters() if p.requires_grad}
     history = []
@@ -178,7 +177,7 @@ def train_plainly(world_size, config):
 
 
 def reduce_plainly(per_rank, config, count):
-    """From local gradients [rank][micro] to the reduced gradient of one param."""
+    """Reduce local gradients [rank][micro] of one param."""
     if config.sync == "last":
         sums = [scale_plainly(reduce(add, micros), config, count) for micros in per_rank]
         return sum_plainly(sums, config.redundancy)
@@ -192,14 +191,14 @@ def reduce_plainly(per_rank, config, count):
 
 
 def assert_same_bits(got, expected, where):
-    """Compare as integers, no tolerance."""
+    """Compare as integers, without tolerance."""
     bits = torch.int16 if expected.dtype is torch.bfloat16 else torch.int32
     assert (got.dtype, got.shape) == (expected.dtype, expected.shape), where
     assert torch.equal(got.contiguous().view(bits), expected.contiguous().view(bits)), where
 
 
 def check(world, config):
-    """Run both and compare every owned fragment of every step, and the params at the end."""
+    """Run both; compare every owned fragment of every step, and the final params."""
     world_size = world.world_size
     expected, expected_params = train_plainly(world_size, config)
     results = world.run(lambda rank: train_with_zero(config, rank=rank))
@@ -228,8 +227,8 @@ class TestAgainstAPlainLoop:
 
     @pytest.mark.parametrize("sync", ["last", "every"])
     @pytest.mark.parametrize("divide", ["none", "pre", "post", "premul"])
-    def test_for_every_division(self, world_of, world_size, redundancy, divide, sync):
-        """What is divided, when and by what."""
+    def test_every_division(self, world_of, world_size, redundancy, divide, sync):
+        """Order, time and divisor of every division."""
         for divide_by in ("ranks", "micro-batches", "tokens"):
             if sync == "every" and divide in ("pre", "premul") and divide_by == "tokens":
                 continue
@@ -246,8 +245,8 @@ class TestAgainstAPlainLoop:
 
     @pytest.mark.parametrize("partition", ["padded", "uneven"])
     @pytest.mark.parametrize("param_order", ["registration", "reverse"])
-    def test_for_every_layout(self, world_of, world_size, redundancy, partition, param_order):
-        """Where elements lie changes no bit of them."""
+    def test_every_layout(self, world_of, world_size, redundancy, partition, param_order):
+        """The layout does not affect the bits."""
         for bucket_elems, sync in product((None, 1, 30), ("last", "every")):
             config = zero_config(
                 partition=partition,
@@ -261,8 +260,8 @@ class TestAgainstAPlainLoop:
 
     @pytest.mark.parametrize("partition", ["padded", "uneven"])
     @pytest.mark.parametrize("sync", ["last", "every"])
-    def test_for_overlapped_communication(self, world_of, world_size, redundancy, partition, sync):
-        """Whatever rank runs first, and although ranks differ in the params they use."""
+    def test_overlapped_communication(self, world_of, world_size, redundancy, partition, sync):
+        """Random schedules, and ranks that use different params."""
         choices = (("pre", "ranks"), ("post", "tokens"), ("premul", "micro-batches"))
         for seed, (divide, divide_by) in enumerate(choices):
             config = zero_config(
@@ -284,7 +283,7 @@ class TestAgainstAPlainLoop:
 @pytest.mark.parametrize("sync", ["last", "every"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_sharded_gradients_and_params(world_of, world_size, redundancy, sync, stage):
-    """Memory that comes and goes holds the same sums, whatever runs first."""
+    """Temporary memory has the same sums under any schedule."""
     choices = (("pre", "ranks", "padded"), ("post", "tokens", "uneven"))
     for seed, (divide, divide_by, partition) in enumerate(choices):
         config = zero_config(
@@ -304,7 +303,7 @@ def test_sharded_gradients_and_params(world_of, world_size, redundancy, sync, st
 @pytest.mark.parametrize("overlap_grads", [False, True])
 @pytest.mark.parametrize("sync", ["last", "every"])
 def test_stage_0_against_a_plain_loop(world_of, sync, overlap_grads):
-    """Without shards the same sums are on every rank."""
+    """Without shards, every rank has the full sums."""
     for divide, divide_by in product(("pre", "post"), ("ranks", "micro-batches")):
         config = zero_config(
             stage=0,
@@ -318,7 +317,7 @@ def test_stage_0_against_a_plain_loop(world_of, sync, overlap_grads):
         check(world_of(3), config)
 
 
-def test_tokens_divided_before_the_sum_while_backward_runs(world_of):
+def test_division_by_tokens_before_the_sum_with_overlap(world_of):
     """The rows are counted before the first bucket is sent."""
     config = zero_config(divide="pre", divide_by="tokens", overlap_grads=True, bucket_elems=4)
     check(world_of(3, schedule="random", seed=5), config)

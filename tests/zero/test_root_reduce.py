@@ -1,4 +1,4 @@
-"""Sums of whole gradients: which units issue them, and at which stages."""
+"""Sums of full gradients: units that issue them, and their stages."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def wrap(unit, **config):
 @pytest.mark.parametrize(
     ("unit", "stage"), [(AllReducedUnit, 1), (SummedAtFirstUnit, 0), (SummedAtFirstUnit, 3)]
 )
-def test_every_rank_gets_its_part_of_the_sum(world_of, unit, stage):
+def test_every_rank_gets_its_shard_of_the_sum(world_of, unit, stage):
     def program(rank):
         ddp = wrap(unit, stage=stage)
         ddp.begin_last_micro_batch()
@@ -36,8 +36,8 @@ def test_every_rank_gets_its_part_of_the_sum(world_of, unit, stage):
     assert world_of(2).run(program) == [{3.0}] * 2
 
 
-def test_an_all_reduce_in_the_place_of_one_is_refused(world_of):
-    """Stage 0 sums to all ranks as it is, so that the unit would be accepted and change nothing."""
+def test_all_reduced_unit_at_stage_0_is_refused(world_of):
+    """Stage 0 already sums to all ranks, so the unit would have no effect."""
 
     def program(rank):
         with pytest.raises(UsageError, match=r"stage 1, 2 or 3 with AllReducedUnit.*bucket 0 of"):

@@ -29,20 +29,20 @@ def wrap(module, group, **config):
 
 
 def backward(ddp, x=None):
-    """Run forward and backward on a row of ones."""
+    """Run forward and backward, by default on a row of ones."""
     ddp(torch.ones(1, 2) if x is None else x).sum().backward()
 
 
 def issued(log, rank=0, kind="reduce_scatter"):
-    """How many collectives of a kind a rank has issued."""
+    """Count a rank's issued collectives of a kind."""
     return sum(record.kind == kind for record in log.of_rank(rank))
 
 
 class TestGrads:
-    """A bucket is sent as soon as it and all before it in the fixed order are complete."""
+    """Buckets, sent in a fixed order as soon as they are complete."""
 
     def test_are_sent_while_backward_runs(self, world_of):
-        """When the gradient of the first layer comes, both others are on their way."""
+        """When the gradient of the first layer arrives, both other buckets are in flight."""
         world = world_of(2)
 
         def program(rank):
@@ -62,7 +62,7 @@ class TestGrads:
         assert world.run(program) == [expected] * 2
 
     def test_are_not_sent_before_the_last_micro_batch(self, world_of):
-        """Without being told, backward only accumulates."""
+        """Backward only accumulates until begin_last_micro_batch."""
         world = world_of(2)
 
         def program(rank):
@@ -79,8 +79,8 @@ class TestGrads:
         assert world.run(program) == [(0, 3)] * 2
 
     @pytest.mark.parametrize("param_order", ["registration", "reverse"])
-    def test_are_sent_in_one_order_although_ranks_differ_in_use(self, world_of, param_order):
-        """Each rank skips another layer: what was not used is sent at the end, in its turn."""
+    def test_are_sent_in_one_order_if_ranks_skip_layers(self, world_of, param_order):
+        """Each rank skips another layer, whose bucket is sent at the end, in order."""
         world = world_of(3, schedule="random", seed=1)
 
         def program(rank):
@@ -96,7 +96,6 @@ class TestGrads:
         assert world.run(program) == [(2, 3), (1, 3), (0, 3)]
 
     def test_do_not_wait_for_frozen_params(self, world_of):
-        """A layer that is frozen in this step holds no bucket back."""
         world = world_of(2)
 
         def program(rank):
@@ -111,7 +110,7 @@ class TestGrads:
 
         assert world.run(program) == [(1, 3)] * 2
 
-    def test_of_a_layer_used_twice_come_once(self, lone_group):
+    def test_layer_used_twice_is_sent_once(self, lone_group):
         """Both uses are in the gradient before the bucket is sent."""
         layer = nn.Linear(2, 2, bias=False)
         nn.init.constant_(layer.weight, 1.0)
@@ -124,7 +123,7 @@ class TestGrads:
         assert ddp.buffers[0].get_grad_shard(layer.weight).tolist() == weight.grad.view(-1).tolist()
 
     def test_refuse_a_second_backward(self, lone_group):
-        """It would be added to memory that a collective is reading."""
+        """The gradient would be added to memory that a collective reads."""
         ddp = wrap(build(), lone_group)
         ddp.begin_last_micro_batch()
         backward(ddp)
@@ -132,15 +131,14 @@ class TestGrads:
             backward(ddp)
 
     @pytest.mark.parametrize("call", ["begin_last_micro_batch", "zero_grad_buffer"])
-    def test_refuse_what_forgets_the_end(self, lone_group, call):
-        """Gradients on their way have to be waited for."""
+    def test_refuse_a_call_before_the_end_of_the_step(self, lone_group, call):
+        """Gradients in flight need a wait."""
         ddp = wrap(build(), lone_group)
         ddp.begin_last_micro_batch()
         with pytest.raises(UsageError, match="after begin_last_micro_batch"):
             getattr(ddp, call)()
 
-    def test_refuse_a_last_micro_batch_that_is_not(self, lone_group):
-        """With sync="last" only the last may be begun as such."""
+    def test_refuse_an_end_that_is_not_last(self, lone_group):
         ddp = wrap(build(), lone_group)
         ddp.begin_last_micro_batch()
         with pytest.raises(UsageError, match="with sync='last', got last=False"):
@@ -166,7 +164,7 @@ class TestGrads:
 
 
 def write_and_gather(ddp, value):
-    """Let every owner write a value and start the gathers."""
+    """Let every owner write a value, and start the gathers."""
     for buffer in ddp.buffers:
         for param in buffer.memory:
             shard = buffer.get_param_shard(param)
@@ -175,10 +173,10 @@ def write_and_gather(ddp, value):
 
 
 class TestParams:
-    """A module waits for its own params, and only for those."""
+    """Modules wait only for their own params."""
 
-    def test_are_waited_for_by_their_own_module(self, world_of):
-        """When a layer begins, its bucket and those before it are there, the later are not."""
+    def test_module_waits_for_its_own_params(self, world_of):
+        """When a layer begins, its bucket and earlier ones are complete and later ones are not."""
         world = world_of(2, schedule="random", seed=2)
 
         def program(rank):
@@ -197,8 +195,8 @@ class TestParams:
         states = [[False, True, True], [False, False, True], [False, False, False]]
         assert world.run(program) == [([True] * 3, states, [[64, 64]])] * 2
 
-    def test_are_waited_for_before_they_are_written_again(self, world_of):
-        """A layer that no forward used: its owner may not overwrite a shard on its way."""
+    def test_write_waits_for_the_gather(self, world_of):
+        """The owner of a layer that no forward used must not overwrite a shard in flight."""
         world = world_of(3, schedule="random", seed=3)
 
         def program(rank):
@@ -210,8 +208,7 @@ class TestParams:
 
         assert world.run(program) == [[[3]] * 3] * 3
 
-    def test_of_a_tied_layer_are_waited_for_by_either(self, lone_group):
-        """Whoever comes first."""
+    def test_either_tied_layer_waits(self, lone_group):
         module = build(2)
         module[1].weight = module[0].weight
         ddp = wrap(module, lone_group)
@@ -219,8 +216,8 @@ class TestParams:
         module[1](torch.ones(1, 2))
         assert not ddp.buffers[0].units[0].gathering
 
-    def test_read_behind_a_module_s_back_are_named(self, lone_group):
-        """Backward sees that nobody waited for a param that forward read."""
+    def test_params_read_by_another_module_are_named(self, lone_group):
+        """Backward finds a param that was read without a wait."""
 
         class Prying(nn.Module):
             def __init__(self):
@@ -235,8 +232,8 @@ class TestParams:
         with pytest.raises(ModelError, match=r"'inner.1.weight'.*finish_param_gather"):
             backward(ddp)
 
-    def test_without_overlap_are_there_at_once(self, run_ranks):
-        """start_param_gather is then a plain gather."""
+    def test_without_overlap_are_complete_at_once(self, run_ranks):
+        """start_param_gather is then a blocking gather."""
 
         def program(rank):
             ddp = wrap(build(), dist.group.WORLD, overlap_params=False)
@@ -245,8 +242,8 @@ class TestParams:
 
         assert run_ranks(2, program)[0] == [[[2]] * 3] * 2
 
-    def test_of_bare_lists_are_there_at_once(self, run_ranks):
-        """Nobody's forward could wait for them."""
+    def test_bare_lists_are_gathered_at_once(self, run_ranks):
+        """A bare list has no forward that could wait."""
 
         def program(rank):
             params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
@@ -258,10 +255,10 @@ class TestParams:
 
 
 class TestFindUsers:
-    """Which module's forward may read which params."""
+    """Modules by the params that their forward may read."""
 
-    def test_gives_containers_to_the_module_above(self):
-        """A ParameterList has no forward; the module that holds it has."""
+    def test_params_of_containers_belong_to_the_module_above(self):
+        """A ParameterList has no forward, so its params belong to the module above."""
 
         class Holder(nn.Module):
             def __init__(self):
@@ -277,7 +274,7 @@ class TestFindUsers:
         assert users[holder] == list(holder.parts)
         assert users[holder.layers[0]] == list(holder.layers[0].parameters())
 
-    def test_gives_attention_its_output_projection(self):
+    def test_attention_reads_its_output_projection(self):
         """MultiheadAttention reads out_proj.weight without calling out_proj."""
         attention = nn.MultiheadAttention(2, 1)
         assert {id(p) for p in find_users(attention)[attention]} == {

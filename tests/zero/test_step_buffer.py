@@ -1,4 +1,4 @@
-"""A step buffer: gradients as fp32 in memory of one length, and their bits."""
+"""Step buffer: fp32 gradients in memory of fixed length, without effect on the bits."""
 
 from functools import partial
 
@@ -36,7 +36,7 @@ def lengths(buffer, *elems):
         (9, (2, 3, 4), [[2, 3, 4]]),
     ],
 )
-def test_turns_hold_what_fits(buffer, elems, turns):
+def test_turns_fill_the_buffer(buffer, elems, turns):
     assert lengths(buffer, *elems) == turns
 
 
@@ -75,7 +75,7 @@ def _held(inner):
     )
 
 
-def test_bits_are_those_without(world_of):
+def test_bits_do_not_depend_on_the_buffer(world_of):
     def program(rank):
         norms, params, _ = trained(3, None)
         for buffer in (1, 4, 9, 100):
@@ -86,14 +86,14 @@ def test_bits_are_those_without(world_of):
     world_of(3).run(program)
 
 
-def test_staging_does_not_grow_with_depth(world_of):
+def test_staging_memory_is_independent_of_depth(world_of):
     def program(rank):
         return [max(trained(depth, buffer)[2]) for buffer in (12, None) for depth in (2, 8)]
 
     assert world_of(1).run(program) == [[48, 48, 96, 384]]
 
 
-def test_whole_param_optimizers_refuse_it(world_of):
+def test_whole_param_optimizer_refuses_a_step_buffer(world_of):
     def program(rank):
         model = nn.Linear(3, 3, bias=False)
         ddp = DistributedDataParallel(model, config=ZeroConfig(), group=dist.group.WORLD)
@@ -108,7 +108,7 @@ def test_whole_param_optimizers_refuse_it(world_of):
 
 
 @pytest.mark.parametrize("length", [0, -1, 2.0, True])
-def test_a_length_that_is_none_is_refused(world_of, length):
+def test_invalid_length_is_refused(world_of, length):
     def program(rank):
         with pytest.raises(UsageError, match="elems to be an integer of at least 1"):
             trained(1, length)

@@ -1,4 +1,4 @@
-"""What the gradients of a step are divided by."""
+"""Divisor of a step's gradients."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from zero_sim.zero import DistributedDataParallel
 
 
 def wrap(group, **config):
-    """Wrap a layer with one weight."""
+    """Wrap a layer with a single weight."""
     module = nn.Linear(1, 1, bias=False)
     return DistributedDataParallel(module, config=zero_config(**config), group=group)
 
 
 class TestCount:
-    """The divisor is the count of the step once the gradients are reduced."""
+    """The divisor, equal to the step's count once the gradients are reduced."""
 
     def test_is_the_number_of_ranks(self, run_ranks):
-        """However many micro-batches there are."""
+        """The number of micro-batches does not matter."""
 
         def program(rank):
             ddp = wrap(dist.group.WORLD)
@@ -48,7 +48,7 @@ class TestCount:
         assert run_ranks(2, program)[0] == [[6, 2]] * 2
 
     def test_is_the_number_of_rows_of_all_ranks(self, run_ranks):
-        """Also of a rank with none, beyond what int32 holds in bf16, and anew in each step."""
+        """A rank may have none, counts exceed bf16's integers, and each step starts at zero."""
 
         def program(rank):
             ddp = wrap(dist.group.WORLD, divide_by="tokens")
@@ -65,26 +65,24 @@ class TestCount:
         assert run_ranks(3, program)[0] == [[6, 1542]] * 3
 
     @pytest.mark.parametrize("count", [7, torch.tensor(7), torch.tensor(7.0)])
-    def test_is_what_the_caller_says(self, lone_group, count):
-        """A number or a tensor, whatever divide_by says."""
+    def test_given_count_overrides_divide_by(self, lone_group, count):
+        """A given count, as number or tensor, overrides divide_by."""
         ddp = wrap(lone_group, divide_by="tokens")
         ddp.finish_grad_sync(count=count)
         assert ddp.divisor.item() == 7
 
     @pytest.mark.parametrize("count", [0, -1])
     def test_is_at_least_one(self, lone_group, count):
-        """A step without rows has no mean."""
         with pytest.raises(UsageError, match=f"at least 1, got a count of {count}"):
             wrap(lone_group).finish_grad_sync(count=count)
 
     @pytest.mark.parametrize("count", [1.5, True, float("inf"), torch.tensor(2.5)])
     def test_is_whole(self, lone_group, count):
-        """Half a row is a slip."""
         with pytest.raises(UsageError, match="whole number"):
             wrap(lone_group).finish_grad_sync(count=count)
 
     def test_is_exact_in_fp32(self, lone_group):
-        """2**24 + 1 would silently be 2**24; 2**24 + 2 is held."""
+        """fp32 would round 2**24 + 1 to 2**24; 2**24 + 2 is exact."""
         ddp = wrap(lone_group)
         with pytest.raises(UsageError, match=r"fp32 can represent.*16777217"):
             ddp.finish_grad_sync(count=2**24 + 1)
@@ -94,16 +92,15 @@ class TestCount:
 
 
 class TestRows:
-    """add_rows counts until the rows are summed."""
+    """add_rows, which counts until the rows are summed."""
 
     @pytest.mark.parametrize("rows", [-1, 1.0, True, None])
-    def test_are_a_count(self, lone_group, rows):
-        """Anything else is refused."""
+    def test_invalid_row_count_is_refused(self, lone_group, rows):
         with pytest.raises(UsageError, match=f"at least 0, got {rows!r}"):
             wrap(lone_group, divide_by="tokens").add_rows(rows)
 
-    def test_do_not_come_too_late(self, lone_group):
-        """Rows after the sum would be lost."""
+    def test_rows_after_the_sum_are_refused(self, lone_group):
+        """Rows added after the sum would be lost."""
         ddp = wrap(lone_group, divide_by="tokens", divide="pre", overlap_grads=True)
         ddp.add_rows(2)
         ddp.begin_last_micro_batch()
@@ -112,11 +109,11 @@ class TestRows:
 
 
 class TestConfiguredMicroBatches:
-    """Where the config says how many there are, the step has to agree."""
+    """A configured number of micro-batches, which each step must match."""
 
     @pytest.mark.parametrize(("ended", "last"), [(0, True), (1, False)])
     def test_refuses_another_number(self, lone_group, ended, last):
-        """A step that ends after one of two, and one that does not end after two."""
+        """The step ends after one of two, or does not end after two."""
         ddp = wrap(lone_group, micro_batches=2)
         for _ in range(ended):
             ddp.end_micro_batch(False)
@@ -124,13 +121,13 @@ class TestConfiguredMicroBatches:
             ddp.end_micro_batch(last)
 
     def test_refuses_two_counts_in_a_step(self, lone_group):
-        """The gradients of the first micro-batch were divided by the first one."""
+        """The gradients of the first micro-batch were already divided by its count."""
         ddp = wrap(lone_group, sync="every", divide="pre")
         ddp.end_micro_batch(False, count=4)
         with pytest.raises(UsageError, match=r"the count 4.*got 6"):
             ddp.finish_grad_sync(count=6)
 
-    def test_refuses_a_count_before_it_is_used(self, lone_group):
-        """A count for a micro-batch in which nothing is divided."""
+    def test_refuses_a_count_without_a_division(self, lone_group):
+        """Nothing is divided in this micro-batch."""
         with pytest.raises(UsageError, match=r"count=4 with last=False"):
             wrap(lone_group).end_micro_batch(False, count=4)

@@ -1,4 +1,4 @@
-"""A step of a unit's life that is left out is found, and what is told names params and the step."""
+"""Omitted steps of a unit's life: each is found, and the message names params and step."""
 
 import pytest
 
@@ -40,11 +40,11 @@ WAITS = ("finish_gather", "_wait_reduce")
 
 
 def left_out(step):
-    """Leave a step out of the life of the unit that holds `embedding`."""
+    """Omit a step for the unit with `embedding`."""
     right = getattr(Unit, step)
 
     def wrong(self, *args):
-        # Of stage 3 alone: the run goes on in stage 1.
+        # Stage 3 only: the run continues at stage 1.
         if not self.frees_params or all(memory.name != "embedding" for memory in self.members):
             right(self, *args)
 
@@ -52,18 +52,18 @@ def left_out(step):
 
 
 def told(result):
-    """What a person reads."""
+    """Return the text that a user reads."""
     return result.error + "".join(
         f"{one.check} {one.param} {one.message}\n{one.detail}\n" for one in result.findings
     )
 
 
-def test_whole_it_passes():
+def test_complete_life_passes():
     assert run_case(CASE).verdict == "pass"
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_step_that_is_left_out_is_found_and_the_param_named(monkeypatch, step):
+def test_omitted_step_is_found_and_the_param_named(monkeypatch, step):
     monkeypatch.setattr(Unit, step, left_out(step))
     result = run_case(CASE)
     assert result.verdict in ("fail", "error")
@@ -71,7 +71,7 @@ def test_a_step_that_is_left_out_is_found_and_the_param_named(monkeypatch, step)
 
 
 @pytest.mark.parametrize("step", WAITS)
-def test_a_wait_that_is_left_out_is_a_race_and_its_line_named(monkeypatch, step):
+def test_omitted_wait_is_a_race_and_its_line_named(monkeypatch, step):
     monkeypatch.setattr(Unit, step, left_out(step))
     result = run_case(CASE)
     assert result.findings[0].check == "world.race"
@@ -87,6 +87,6 @@ def test_a_wait_that_is_left_out_is_a_race_and_its_line_named(monkeypatch, step)
         ("_end_reduce", "'finish' is missing"),
     ],
 )
-def test_what_a_unit_sees_itself_it_says(monkeypatch, step, said):
+def test_unit_reports_the_missing_transition(monkeypatch, step, said):
     monkeypatch.setattr(Unit, step, left_out(step))
     assert said in told(run_case(CASE))

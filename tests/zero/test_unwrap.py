@@ -1,4 +1,4 @@
-"""A module that is given back is as it was: no hooks, no gradients, params that it owns."""
+"""Unwrapped modules: no hooks, no gradients, params with their own memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def build():
 
 
 def hooks_of(module):
-    """How many hooks of each kind a module, its modules and its params have."""
+    """Count the hooks of each kind on a module, its submodules and its params."""
     counts = [
         len(hooks or ())
         for each in module.modules()
@@ -68,7 +68,7 @@ def train(module, rank, *, seams=TEXTBOOK, **config):
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_it_has_neither_hooks_nor_gradients_nor_other_memory(world_of, config):
+def test_unwrap_removes_hooks_gradients_and_buffers(world_of, config):
     world = world_of(2)
 
     def program(rank):
@@ -91,8 +91,8 @@ def test_it_has_neither_hooks_nor_gradients_nor_other_memory(world_of, config):
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_it_trains_by_itself_and_can_be_wrapped_again(world_of, config):
-    """Gradients stay with the params and reach no buffer, and another wrapper finds nothing odd."""
+def test_unwrapped_module_trains_and_can_be_wrapped_again(world_of, config):
+    """Gradients stay with the params and reach no buffer, and a second wrapper works as usual."""
     world = world_of(2)
 
     def program(rank):
@@ -105,7 +105,7 @@ def test_it_trains_by_itself_and_can_be_wrapped_again(world_of, config):
     assert first == second
 
 
-def test_the_wrapper_is_of_no_use_any_more(world_of):
+def test_wrapper_refuses_calls_after_unwrap(world_of):
     world = world_of(1)
 
     def program(rank):

@@ -1,4 +1,4 @@
-"""Optimizers of whole params over shards: what is gathered, and what is refused."""
+"""Whole-param optimizers over shards: gathers, and refusals."""
 
 from collections import Counter
 from dataclasses import replace
@@ -32,7 +32,7 @@ CASE = Scenario(
 
 
 def gathers_in_fp32(name, **system):
-    """By what it is, the fp32 gathers of a step of rank 0; working params are in bf16."""
+    """Count rank 0's fp32 gathers in a step by kind and elements; params are in bf16."""
     case = replace(
         CASE,
         model=replace(CASE.model, dtype="bf16"),
@@ -57,12 +57,12 @@ def test_muon_gathers_each_bucket_once_and_lamb_twice():
 @pytest.mark.parametrize(
     "system", [{"stage": 0}, {"stage": 1, "bucket_elems": 1, "partition": "one-owner"}]
 )
-def test_nothing_is_gathered_where_one_rank_has_all_of_a_param(system):
+def test_nothing_is_gathered_if_one_rank_has_the_full_param(system):
     assert gathers_in_fp32("lamb", **system) == {}
 
 
 @pytest.mark.parametrize("redundancy", [1, 2, 4])
-def test_copies(redundancy):
+def test_redundancy_passes(redundancy):
     system = SystemSpec(stage=3, bucket_elems=15, redundancy=redundancy)
     result = run_case(replace(CASE, system=system))
     assert result.verdict == "pass", result.findings
@@ -70,7 +70,7 @@ def test_copies(redundancy):
 
 @pytest.mark.parametrize("target", ["torch-ddp", "torch-zero-redundancy"])
 @pytest.mark.parametrize("name", ["muon", "lamb"])
-def test_systems_of_whole_params_step_with_them_as_well(target, name):
+def test_torch_targets_with_whole_params_pass(target, name):
     stage = 0 if target == "torch-ddp" else 1
     case = replace(
         CASE,
@@ -81,13 +81,13 @@ def test_systems_of_whole_params_step_with_them_as_well(target, name):
     assert result.verdict == "pass", result.findings
 
 
-def test_shards_of_rows_refuse_them():
+def test_row_shards_refuse_whole_param_optimizers():
     result = run_case(replace(CASE, system=SystemSpec(target="torch-fsdp2", stage=1)))
     assert result.verdict == "error"
     assert "optimizer.name" in str(result.error)
 
 
-def test_an_unknown_order_refuses_them():
+def test_unknown_order_refuses_whole_param_optimizers():
     world = replace(CASE.world, order="ring", order_known=False)
     (problem,) = check_scenario(replace(CASE, world=world))
     assert "needs whole params" in problem.message
@@ -99,13 +99,13 @@ def test_foreach_is_refused():
     assert problem.path == "optimizer.foreach"
 
 
-def test_torchs_own_is_refused_with_what_to_try():
-    """It knows of no shards, and would make each of them orthogonal by itself."""
+def test_torch_muon_is_refused_with_a_remedy():
+    """torch's Muon does not know shards, and would orthogonalize each of them separately."""
     inner = torch.optim.Muon([nn.Parameter(torch.zeros(2, 2))])
     with pytest.raises(UsageError, match="an optimizer with attach"):
         check_optimizer(inner, declared=True)
 
 
 @pytest.mark.parametrize("cls", [Muon, Lamb])
-def test_ours_are_not(cls):
+def test_own_whole_param_optimizers_are_accepted(cls):
     check_optimizer(cls([nn.Parameter(torch.zeros(2, 2))]), declared=False)
