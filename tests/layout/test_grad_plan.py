@@ -1,4 +1,4 @@
-"""Grad units: whose gradients one reduce buffer takes, and who owns what of them."""
+"""Grad units: gradients that share a reduce buffer, and the owners of their elements."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from zero_sim.layout import LayoutPolicy, ParamSpec, Span, plan_buffers, plan_gr
 
 
 def units(sizes, *, elems, shards=2, partition="uneven", lanes=None, groups=None, **policy):
-    """Plan params of these sizes, whose gradients come in reverse."""
+    """Plan params of these sizes; their gradients arrive in reverse order."""
     groups = groups or [0] * len(sizes)
     specs = [
         ParamSpec(name=f"p{i}", shape=(n,), dtype="fp32", group=group)
@@ -42,30 +42,30 @@ def runs(unit):
         (6, [["p2", "p1", "p0"]]),
     ],
 )
-def test_as_many_go_together_as_fit(elems, expected):
-    """The last unit is whatever is left; one gradient is never cut."""
+def test_unit_takes_as_many_gradients_as_fit(elems, expected):
+    """The last unit contains the rest; a gradient is never cut."""
     assert members(units([2, 3, 1], elems=elems)) == expected
 
 
-def test_a_longer_gradient_goes_by_itself():
-    """What comes before it is sent half full, and what comes behind it begins a buffer."""
+def test_large_gradient_has_its_own_unit():
+    """The unit before it may be half full, and the next gradient starts a new buffer."""
     plans = units([1, 9, 1], elems=4)
     assert members(plans) == [["p2"], ["p1"], ["p0"]]
     assert [unit.is_large for unit in plans] == [False, True, False]
 
 
-def test_params_without_elements_are_in_none():
+def test_empty_params_are_in_no_unit():
     assert members(units([0, 2, 0], elems=4)) == [["p1"]]
 
 
-def test_runs_are_neighbours_with_one_owner():
-    """p0 has elements 0 to 4, p1 5 to 7: the cut of two ranks lies behind element 3."""
+def test_runs_join_neighbors_with_one_owner():
+    """p0 has elements 0 to 4, p1 5 to 7; the cut between two ranks is after element 3."""
     (unit,) = units([5, 3], elems=8)
     assert runs(unit) == [(1, 3), (0, 4), (1, 1)]
     assert [grad.span for grad in unit.grads] == [Span(0, 3), Span(3, 8)]
 
 
-def test_neighbours_of_two_params_are_one_run():
+def test_run_may_span_two_params():
     (unit,) = units([2, 1, 1], elems=8)
     assert runs(unit) == [(1, 2), (0, 2)]
 
@@ -75,13 +75,13 @@ def test_padding_is_in_no_unit():
     assert unit.numel == 5
 
 
-def test_a_rank_that_owns_nothing_is_in_no_run():
+def test_rank_without_elements_has_no_run():
     (unit,) = units([2], elems=8, shards=4)
     assert runs(unit) == [(0, 1), (1, 1)]
 
 
 def test_param_groups_share_buffers_but_not_lanes():
-    """One reduce buffer takes gradients of several flat buffers, if they have a lane in common."""
+    """A reduce buffer takes gradients of several flat buffers if they have a lane in common."""
     together = units([2, 2, 2], elems=8, groups=[0, 1, 0])
     assert members(together) == [["p2", "p1", "p0"]]
     apart = units([2, 2, 2], elems=8, groups=[0, 1, 0], lanes=["a", "b"])

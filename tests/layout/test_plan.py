@@ -18,10 +18,10 @@ def plan_one(*sizes, **policy):
 
 
 class TestShards:
-    """Every bucket is cut into even shards."""
+    """Even shards of each bucket."""
 
     def test_are_even_and_adjacent(self):
-        """Three shards of a bucket of 7 elements hold 3 each, the last with padding."""
+        """Three shards of a bucket of 7 elements have 3 each, the last with padding."""
         buffer = plan_one(7, shard_count=3)
         spans = [buffer.shard_span(bucket=0, shard=shard) for shard in range(3)]
         assert spans == [Span(0, 3), Span(3, 6), Span(6, 9)]
@@ -32,20 +32,20 @@ class TestShards:
         starts = [bucket.shard_span(s).start for bucket in buffer.buckets for s in range(3)]
         assert starts == [0, 4, 8, 12, 16, 20]
 
-    def test_are_one_element_longer_at_first_without_padding(self):
+    def test_first_shards_are_longer_without_padding(self):
         """100 elements over 8 shards: four of 13, four of 12."""
         (bucket,) = plan_one(100, shard_count=8, partition="uneven").buckets
         assert bucket.shard_sizes == (13, 13, 13, 13, 12, 12, 12, 12)
         assert (bucket.is_even, bucket.padding.numel) == (False, 0)
 
-    def test_are_uneven_in_each_bucket_anew(self):
-        """The longer shards are the first of every bucket, not of the buffer."""
+    def test_first_shards_are_longer_in_each_bucket(self):
+        """The first shards of every bucket are longer, not only those of the buffer."""
         buffer = plan_one(4, 5, shard_count=3, bucket_elems=1, partition="uneven")
         spans = [[bucket.shard_span(s) for s in range(3)] for bucket in buffer.buckets]
         assert spans == [[Span(0, 2), Span(2, 3), Span(3, 4)], [Span(4, 6), Span(6, 8), Span(8, 9)]]
 
-    def test_are_empty_where_elements_run_out(self):
-        """Two elements over four shards without padding: the last two hold nothing."""
+    def test_last_shards_may_be_empty(self):
+        """Two elements over four shards without padding: the last two are empty."""
         buffer = plan_one(2, shard_count=4, partition="uneven")
         assert buffer.buckets[0].shard_sizes == (1, 1, 0, 0)
         assert [buffer.owner(element) for element in range(2)] == [0, 1]
@@ -56,7 +56,7 @@ class TestShards:
         [("fp32", 1, 16, 4), ("bf16", 1, 16, 8), ("bf16", 3, 16, 24), ("fp32", 4, 6, 12)],
     )
     def test_start_on_byte_boundaries(self, dtype, align_elems, align_bytes, multiple):
-        """Both alignments hold: the least common multiple, in elements of the dtype."""
+        """The result is the least common multiple of both alignments, in elements."""
         policy = LayoutPolicy(shard_count=2, align_elems=align_elems, align_bytes=align_bytes)
         params = [ParamSpec(name="p", shape=(1,), dtype=dtype)]
         (buffer,) = plan_buffers(params, policy=policy)
@@ -83,7 +83,7 @@ class TestShards:
 
 
 class TestFragments:
-    """Fragments are the parts of params inside one shard."""
+    """Fragments, the parts of params inside a shard."""
 
     def test_split_a_param_over_shards(self):
         buffer = plan_one(3, 5, shard_count=2)
@@ -93,8 +93,8 @@ class TestFragments:
         assert (left.in_buffer, right.in_buffer) == (Span(3, 4), Span(4, 8))
         assert (left.in_shard, right.in_shard) == (Span(3, 4), Span(0, 4))
 
-    def test_reach_over_whole_shards(self):
-        """A param larger than a shard owns a middle shard alone."""
+    def test_span_full_shards(self):
+        """The middle shard contains nothing but part of this param."""
         (middle,) = plan_one(1, 10, 1, shard_count=3).fragments(1)
         assert (middle.param, middle.in_param, middle.in_shard) == ("p1", Span(3, 7), Span(0, 4))
 
@@ -106,22 +106,22 @@ class TestFragments:
         buffer = plan_one(0, 2, 0, 0, 2, 0, shard_count=2)
         assert [[f.param for f in buffer.fragments(s)] for s in range(2)] == [["p1"], ["p4"]]
 
-    def test_can_be_none_because_of_alignment(self):
-        """Padding to aligned shards can fill a whole shard: 9 elements in 3 shards of 8."""
+    def test_shard_of_only_padding_has_none(self):
+        """Padding to aligned shards can fill a full shard: 9 elements in 3 shards of 8."""
         assert plan_one(9, shard_count=3, align_elems=8).fragments(2) == ()
 
 
 class TestPartitions:
-    """Who owns what of a bucket, for partitions that are not as even as they can be."""
+    """Owners of a bucket's elements for each partition."""
 
-    def test_of_one_owner_deal_buckets_out_in_turn(self):
-        """Four buckets over three shards: the fourth is the first one's again."""
+    def test_one_owner_assigns_buckets_in_turn(self):
+        """Four buckets over three shards: the fourth belongs to the first shard again."""
         buffer = plan_one(4, 2, 3, 5, shard_count=3, bucket_elems=1, partition="one-owner")
         sizes = [bucket.shard_sizes for bucket in buffer.buckets]
         assert sizes == [(4, 0, 0), (0, 2, 0), (0, 0, 3), (5, 0, 0)]
         assert [buffer.owner(element) for element in (0, 3, 4, 6, 9, 13)] == [0, 0, 1, 2, 0, 0]
 
-    def test_of_one_owner_have_no_padding(self):
+    def test_one_owner_has_no_padding(self):
         buffer = plan_one(4, 3, shard_count=2, bucket_elems=1, partition="one-owner")
         assert buffer.padding_elems == 0
         assert [[f.param for f in buffer.fragments(shard)] for shard in range(2)] == [
@@ -129,8 +129,8 @@ class TestPartitions:
             ["p1"],
         ]
 
-    def test_of_one_shard_are_even(self):
-        """One rank owns everything, whatever the rule."""
+    def test_single_shard_is_even(self):
+        """A single rank owns all elements in every partition."""
         (bucket,) = plan_one(4, shard_count=1, partition="one-owner").buckets
         assert bucket.is_even
 
@@ -138,8 +138,9 @@ class TestPartitions:
         ("shape", "rows_owned"),
         [((5, 3), [2, 2, 1]), ((3, 7), [1, 1, 1]), ((2, 4), [1, 1, 0]), ((4,), [2, 2, 0])],
     )
-    def test_of_rows_cut_no_row(self, shape, rows_owned):
-        """As torch.chunk over dim 0: the first ranks get as many as fit, the last fewer or none."""
+    def test_rows_are_not_cut(self, shape, rows_owned):
+        """As in torch.chunk over dim 0, the first ranks get full chunks, the last fewer rows or
+        none."""
         policy = LayoutPolicy(shard_count=3, bucket_elems=1, partition="rows")
         (plan,) = plan_buffers([ParamSpec(name="a", shape=shape, dtype="fp32")], policy=policy)
         row_elems = math.prod(shape[1:])
@@ -149,7 +150,7 @@ class TestPartitions:
 
 
 class TestOwner:
-    """owner goes from a flat element to the shard that owns it."""
+    """owner(), from a flat element to its shard."""
 
     def test_agrees_with_the_shards(self):
         buffer = plan_one(3, 2, 4, shard_count=2, bucket_elems=5)
@@ -162,10 +163,10 @@ class TestOwner:
 
 
 class TestScale:
-    """Planning costs by the param, not by the element."""
+    """Cost of planning, by the number of params rather than elements."""
 
-    def test_plans_seven_billion_params_for_a_thousand_ranks_at_once(self):
-        """300 params of 23M elements: plan and one rank's fragments in half a second of work."""
+    def test_plans_seven_billion_params_for_a_thousand_ranks(self):
+        """Plans 300 params of 23M elements, with one rank's fragments, in half a second of work."""
         start = time.thread_time()
         buffer = plan_one(
             *[23_347_200] * 300, shard_count=1024, align_elems=128, bucket_elems=40_000_000

@@ -1,4 +1,4 @@
-"""Params and a policy in, buffer plans out."""
+"""Buffer plans from params and a policy."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def spec(name, numel, dtype="fp32", kind="dense"):
 
 
 def bucket_members(sizes, **policy):
-    """Return the param sizes of each bucket of the one buffer of params of these sizes."""
+    """Return the param sizes of each bucket of a buffer with these params."""
     params = [spec(f"p{i}", n) for i, n in enumerate(sizes)]
     (buffer,) = plan_buffers(params, policy=LayoutPolicy(**policy))
     return [[param.spec.numel for param in bucket.params] for bucket in buffer.buckets]
 
 
 class TestGroups:
-    """Params are grouped by kind and dtype."""
+    """Params, grouped by kind and dtype."""
 
     def test_come_in_order_of_first_appearance(self):
-        """The order of buffers is that of registration, whatever the order inside them."""
+        """Buffers follow registration, even if params inside them are reversed."""
         params = [spec("a", 1, "bf16"), spec("b", 1), spec("c", 1, "bf16", "expert"), spec("d", 1)]
         for order in ("registration", "reverse"):
             plans = plan_buffers(params, policy=LayoutPolicy(shard_count=1, param_order=order))
@@ -42,20 +42,21 @@ class TestGroups:
 
 
 class TestPlaces:
-    """Params stand next to each other inside a bucket."""
+    """Adjacent params inside a bucket."""
 
     @pytest.mark.parametrize(
         ("order", "a", "b"),
         [("registration", Span(0, 3), Span(3, 5)), ("reverse", Span(2, 5), Span(0, 2))],
     )
     def test_follow_the_order(self, order, a, b):
-        """Each param starts where the last one stops; in reverse the last registered is first."""
+        """Each param starts at the end of the previous one; in reverse, the last registered is
+        first."""
         policy = LayoutPolicy(shard_count=4, param_order=order)
         (plan,) = plan_buffers([spec("a", 3), spec("b", 2)], policy=policy)
         assert {p.name: p.span for p in plan.params} == {"a": a, "b": b}
 
-    def test_jump_the_padding_of_the_bucket_before(self):
-        """The first param of a bucket starts behind the padding, not behind the last param."""
+    def test_skip_the_padding_of_the_previous_bucket(self):
+        """The first param of a bucket starts after the padding."""
         policy = LayoutPolicy(shard_count=4, bucket_elems=1)
         (plan,) = plan_buffers([spec("a", 3), spec("b", 2)], policy=policy)
         assert [b.span for b in plan.buckets] == [Span(0, 4), Span(4, 8)]
@@ -65,7 +66,7 @@ class TestPlaces:
 
 
 class TestBuckets:
-    """A bucket closes once it holds bucket_elems."""
+    """Buckets, closed once they have bucket_elems."""
 
     @pytest.mark.parametrize(
         ("bucket_elems", "expected"),
@@ -83,7 +84,7 @@ class TestBuckets:
         """Equality closes a bucket; a param is never split."""
         assert bucket_members([3, 2, 4], shard_count=2, bucket_elems=bucket_elems) == expected
 
-    def test_hold_a_param_larger_than_themselves(self):
+    def test_large_param_has_its_own_bucket(self):
         assert bucket_members([9, 1, 1], shard_count=2, bucket_elems=2) == [[9], [1, 1]]
 
     def test_do_not_change_for_empty_params(self):
@@ -91,7 +92,7 @@ class TestBuckets:
         sizes = [0, 3, 0, 0, 4, 0]
         assert bucket_members(sizes, shard_count=2, bucket_elems=3) == [[0, 3, 0, 0], [4, 0]]
 
-    def test_of_empty_params_only_have_no_length(self):
+    def test_bucket_of_empty_params_has_no_length(self):
         policy = LayoutPolicy(shard_count=2, align_elems=8, bucket_elems=3)
         (plan,) = plan_buffers([spec("a", 0), spec("b", 0)], policy=policy)
         (bucket,) = plan.buckets
@@ -99,9 +100,9 @@ class TestBuckets:
 
 
 class TestImports:
-    """The layout is integers only."""
+    """Layouts, which consist of integers only."""
 
     def test_do_not_load_torch(self):
-        """Planning works, and starts fast, where torch is not needed."""
+        """Planning works, and starts fast, without torch."""
         code = "import sys, zero_sim.layout; sys.exit('torch' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""What a layout is asked for."""
+"""Requests for a layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zero_sim.layout import LayoutPolicy, ParamSpec
 
 
 class TestParamSpec:
-    """ParamSpec is a name, a shape and what groups it."""
+    """ParamSpec: a name, a shape and the keys for grouping."""
 
     @pytest.mark.parametrize(("shape", "numel"), [((), 1), ((3, 4), 12), ((3, 0), 0)])
     def test_counts_elements(self, shape, numel):
@@ -21,11 +21,11 @@ class TestParamSpec:
 
 
 class TestLayoutPolicy:
-    """LayoutPolicy refuses what cannot be laid out."""
+    """Policies that LayoutPolicy refuses."""
 
     @pytest.mark.parametrize("field", ["shard_count", "align_elems", "align_bytes", "bucket_elems"])
     @pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
-    def test_refuses_what_is_no_count(self, field, value):
+    def test_refuses_an_invalid_count(self, field, value):
         with pytest.raises(LayoutError, match=f"{field}={value!r}"):
             LayoutPolicy(**{"shard_count": 1, field: value})
 
@@ -45,12 +45,12 @@ class TestLayoutPolicy:
         ],
         ids=str,
     )
-    def test_refuses_what_has_no_layout(self, fields, said):
+    def test_refuses_settings_without_a_layout(self, fields, said):
         with pytest.raises(LayoutError, match=said):
             LayoutPolicy(shard_count=1, **fields)
 
-    def test_refuses_bytes_of_a_dtype_it_does_not_know(self):
-        """Only where bytes are counted at all."""
+    def test_refuses_byte_alignment_of_an_unknown_dtype(self):
+        """align_elems alone needs no bytes."""
         assert LayoutPolicy(shard_count=1, align_elems=3).shard_multiple("int4") == 3
         with pytest.raises(LayoutError, match=r"align_bytes=16, got dtype='int4'.*fp32"):
             LayoutPolicy(shard_count=1, align_bytes=16).shard_multiple("int4")

@@ -9,12 +9,12 @@ from zero_sim.layout import Span
 
 
 class TestSpan:
-    """Span holds a half-open range of elements."""
+    """Span, a half-open range of elements."""
 
     def test_counts_its_elements(self):
         assert Span(3, 7).numel == 4
 
-    def test_knows_that_it_is_empty(self):
+    def test_empty(self):
         assert (Span(3, 3).empty, Span(3, 4).empty) == (True, False)
 
     @pytest.mark.parametrize(("start", "stop"), [(4, 3), (-1, 2)])
@@ -26,7 +26,7 @@ class TestSpan:
         assert [element for element in range(6) if Span(2, 4).contains(element)] == [2, 3]
 
     def test_contains_spans(self):
-        """A span contains itself and an empty span at either end, but none that sticks out."""
+        """A span contains itself and an empty span at either end, but none that extends beyond."""
         outer = Span(2, 4)
         assert outer.contains(outer)
         assert outer.contains(Span(4, 4))

@@ -43,6 +43,6 @@ def test_every_rank_is_in_one_group():
         lambda: Topology(tp=2).rank_of(tp=2),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_was_expected(make):
+def test_impossible_topology_is_refused(make):
     with pytest.raises(UsageError, match="expected"):
         make()

@@ -47,7 +47,7 @@ def buffer():
 
 
 class TestWalkthrough:
-    """The layout of the tiny transformer comes out as computed by hand."""
+    """Layout of the tiny transformer, computed by hand."""
 
     def test_has_260_elements_and_no_padding(self, buffer):
         assert (buffer.numel, buffer.padding_elems) == (260, 0)
@@ -61,14 +61,14 @@ class TestWalkthrough:
         assert spans == [Span(0, 130), Span(130, 260)]
 
     def test_cuts_w_1_after_its_50th_element(self, buffer):
-        """50 elements on rank 0 and 14 on rank 1, not 32 and 32."""
+        """W_1 has 50 elements on rank 0 and 14 on rank 1, not 32 and 32."""
         parts = [
             next(f.in_param for f in buffer.fragments(rank) if f.param == "W_1")
             for rank in range(2)
         ]
         assert parts == [Span(0, 50), Span(50, 64)]
 
-    def test_gives_whole_params_to_one_side_of_the_cut(self, buffer):
+    def test_other_params_are_not_cut(self, buffer):
         """Rank 0 owns the params up to W_1, rank 1 those from W_1 on."""
         owned = [[f.param for f in buffer.fragments(rank)] for rank in range(2)]
         names = list(SHAPES)

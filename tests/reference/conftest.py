@@ -1,4 +1,4 @@
-"""Scenarios for the tests of the oracle, and a workload whose gradients the test chooses."""
+"""Scenarios for the tests of the oracle, and a workload with injected gradients."""
 
 from __future__ import annotations
 
@@ -32,22 +32,20 @@ class OneParam(nn.Module):
 
 
 class InjectedWorkload:
-    """Gradient of `w` = `grads[rank][micro]`, at every step."""
+    """Workload in which the gradient of `w` is `grads[rank][micro]` at every step."""
 
     def __init__(self, grads, dtype=torch.float32):
         self.grads = [[torch.tensor(micro, dtype=dtype) for micro in rank] for rank in grads]
         self.dtype = dtype
 
     def build(self):
-        """Return the module."""
         return OneParam(self.grads[0][0].numel(), self.dtype)
 
     def batch(self, *, step, rank, micro):
-        """Return the chosen gradient as the input."""
+        """Return the injected gradient as the input."""
         return Batch(inputs=self.grads[rank][micro].clone(), targets=None)
 
     def loss(self, module, batch):
-        """Return what the module returns."""
         return module(batch.inputs)
 
     def accuracy(self, module):
@@ -57,13 +55,12 @@ class InjectedWorkload:
 
 @pytest.fixture
 def inject():
-    """Return the workload class."""
     return InjectedWorkload
 
 
 @pytest.fixture
 def make_scenario():
-    """Return a function that makes a scenario from the settings that matter here."""
+    """Return a function that makes a scenario from the settings used here."""
 
     def make(name="mlp", *, size=2, order="linear", micros=1, data=None, optim=None, system=None,
              seed=0, **model):  # fmt: skip

@@ -1,4 +1,4 @@
-"""A step that is taken again is the same step, and leaves the reference where it is."""
+"""Recomputed steps: equal to the original, without effect on the reference."""
 
 from dataclasses import replace
 
@@ -55,7 +55,7 @@ def reference_of(scenario, rules=None):
 
 
 def values_of(step):
-    """All tensors of a step, by place."""
+    """Return all tensors of a step by kind and name."""
     flat = {("norm",): step.norm}
     for what in ("grads", "stepped", "masters", "params", "scales"):
         flat |= {(what, name): value for name, value in getattr(step, what).items()}
@@ -76,7 +76,7 @@ def assert_same(one, other):
 
 @pytest.mark.parametrize("rules", [Rules(), Rules(unused="left-alone", norm="of-params")])
 @pytest.mark.parametrize("name", CASES)
-def test_by_its_own_rules_it_is_the_same_step(name, rules):
+def test_recomputed_step_is_equal_under_its_own_rules(name, rules):
     reference, alone = reference_of(CASES[name], rules), reference_of(CASES[name], rules)
     taken = []
     for _ in range(3):
@@ -95,7 +95,7 @@ def test_by_its_own_rules_it_is_the_same_step(name, rules):
         assert_same(values_of(step), values_of(alone.step()))
 
 
-def test_rules_and_terms_change_it():
+def test_other_rules_and_terms_change_the_step():
     reference = reference_of(PLAIN)
     again = reference.again(reference.step())
     taken = again.by().step
@@ -108,7 +108,7 @@ def test_rules_and_terms_change_it():
     assert not torch.equal(local.at(1).sum(name), local.at(2).sum(name))
 
 
-def test_of_a_large_model_nothing_is_kept(monkeypatch):
+def test_large_model_keeps_no_start_of_a_step(monkeypatch):
     monkeypatch.setattr("zero_sim.reference.oracle.KEPT_ELEMS_MAX", 10)
     reference = reference_of(PLAIN)
     step = reference.step()
@@ -117,7 +117,7 @@ def test_of_a_large_model_nothing_is_kept(monkeypatch):
     assert (step.masters_before, step.params_before) == ({}, {})
 
 
-def test_before_a_step_everything_is_as_after_the_one_before():
+def test_values_before_a_step_equal_those_after_the_previous():
     reference = reference_of(CASES["fp8"])
     values = values_of(reference.step())
     step = reference.step()

@@ -1,4 +1,4 @@
-"""Arrangements of NCCL's communicators, against the steps that its source takes, one by one."""
+"""Arrangements of NCCL's communicators, compared with the steps of its source."""
 
 import json
 import math
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 def shown(tree):
-    """A tree with brackets, in the order in which it adds."""
+    """Return a tree as text with brackets, in its order of addition."""
     stack = []
     for step in tree:
         if step == ADD:
@@ -34,7 +34,7 @@ def shown(tree):
 
 
 def ring_by_steps(ring, elems, elem_bytes):
-    """What each element is, when every rank sends, receives, adds and forwards as NCCL's loop."""
+    """Simulate NCCL's ring loop; return each element's sum as text."""
     count = len(ring)
     chunk = 2 * MIB // elem_bytes
     done, text = 0, [""] * elems
@@ -44,7 +44,7 @@ def ring_by_steps(ring, elems, elem_bytes):
         if left < chunk * count:
             even, step = math.ceil(left / count), 16 // elem_bytes
             size = math.ceil(even / step) * step
-        # Place p begins by sending chunk p - 1; what it sends next is what it got, plus its own.
+        # Position p first sends chunk p - 1, then each received sum with its own values added.
         on_the_way = {place: (place - 1) % count for place in range(count)}
         sums = {place: str(ring[place]) for place in range(count)}
         for _ in range(count - 1):
@@ -61,7 +61,7 @@ def ring_by_steps(ring, elems, elem_bytes):
 
 @pytest.mark.parametrize("ring", [(0, 1, 2), (0, 2, 1), (0, 3, 1, 4, 2)])
 @pytest.mark.parametrize("elems", [1, 7, 40])
-def test_a_ring_of_any_ranks_adds_as_its_steps(ring, elems):
+def test_ring_of_any_ranks_adds_as_simulated(ring, elems):
     arrangement = Arrangement(rings=(ring,))
     got = [""] * elems
     for start, stop, tree in pieces(
@@ -71,7 +71,7 @@ def test_a_ring_of_any_ranks_adds_as_its_steps(ring, elems):
     assert got == ring_by_steps(ring, elems, 4)
 
 
-def test_loops_of_two_mebibytes_a_rank():
+def test_ring_loops_by_two_mebibytes_per_rank():
     ring, elem_bytes = (0, 2, 1), 4
     chunk = 2 * MIB // elem_bytes
     elems = 3 * chunk + 10
@@ -91,7 +91,7 @@ def test_loops_of_two_mebibytes_a_rank():
     assert [tree for _, _, tree in runs[3:]] == [tree for _, _, tree in runs[:3]]
 
 
-def test_ranks_in_their_own_order_are_the_order_nccl_ring():
+def test_ranks_in_order_give_the_nccl_ring_order():
     generator = torch.Generator().manual_seed(1)
     for count, elems, kind in [(5, 40, "all_reduce"), (4, 40, "reduce_scatter")]:
         parts = [torch.randn(elems, generator=generator) for _ in range(count)]
@@ -120,7 +120,7 @@ def test_ranks_in_their_own_order_are_the_order_nccl_ring():
         assert torch.equal(*sums)
 
 
-def test_blocks_of_replicas_have_arrangements_of_their_own():
+def test_shard_groups_have_their_own_arrangements():
     parts = [torch.tensor([value]) for value in (0.0, 2.0**30, 1.0, -(2.0**30)) * 2]
     straight, turned = in_order(4), Arrangement(rings=((0, 1, 3, 2),))
     over = SumSite(kind="all_reduce", elems=1, offset=0, arrangements=(in_order(2),))
@@ -130,12 +130,12 @@ def test_blocks_of_replicas_have_arrangements_of_their_own():
         span = SumSpan(start=0, stop=1, site=site, replica_site=over)
         return add_replicas(parts, replica_count=2, order="nccl-ring", spans=[span]).item()
 
-    # In order the 1 is lost in (B + 1) - B; turned it comes last, to B - B.
+    # In order, the 1 is lost in (B + 1) - B; turned, it comes last and is added to B - B.
     assert [total(straight, straight), total(straight, turned), total(turned, turned)] == [0, 1, 2]
 
 
 def pat_by_steps(ends_on, count, together):
-    """What one rank gets, when displacements are walked through as the source's phases do."""
+    """Simulate the phases of NCCL's PAT for one rank; return its sum as text."""
     power = 1 << (count - 1).bit_length()
     apart = power // together
     sums = {at: str((ends_on - at) % count) for at in range(count)}
@@ -161,7 +161,7 @@ def pat_by_steps(ends_on, count, together):
 
 @pytest.mark.parametrize("count", range(2, 20))
 @pytest.mark.parametrize("part_bytes", [16, 1 << 18, 1 << 24])
-def test_pat_adds_as_its_phases(count, part_bytes):
+def test_pat_adds_as_simulated(count, part_bytes):
     together = pat_together(count, part_bytes=part_bytes)
     for ends_on in range(count):
         tree = pat_tree(ends_on, count, part_bytes=part_bytes)
@@ -169,7 +169,7 @@ def test_pat_adds_as_its_phases(count, part_bytes):
         assert sorted(step for step in tree if step != ADD) == list(range(count))
 
 
-def test_how_much_pat_moves_at_once_depends_on_the_size():
+def test_pat_batch_depends_on_size():
     sizes = (1 << 10, 100 << 10, 1 << 24)
     assert [pat_together(64, part_bytes=size) for size in sizes] == [32, 16, 8]
 
@@ -177,18 +177,18 @@ def test_how_much_pat_moves_at_once_depends_on_the_size():
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "reduce"])
 @pytest.mark.parametrize("count", [1, 1000, 10**6, 3 * 10**6 + 1])
 @pytest.mark.parametrize("channels", [2, 8, 24])
-def test_parts_of_channels_tile_what_they_add(kind, count, channels):
+def test_parts_of_channels_tile_the_elements(kind, count, channels):
     arrangement = Arrangement(rings=(tuple(range(8)),) * channels)
     parts = channel_parts(kind, count, elem_bytes=4, rank_count=8, arrangement=arrangement)
     assert parts[0][0] == 0
     assert parts[-1][1] == count
     assert all(one[1] == other[0] for one, other in pairwise(parts))
     assert len(parts) <= channels
-    # A small call has one channel.
+    # A small call uses a single channel.
     assert len(parts) > 1 or count <= 1000
 
 
-def test_each_channel_has_a_ring_of_its_own():
+def test_each_channel_has_its_own_ring():
     rings = ((0, 1, 2), (0, 2, 1))
     runs = list(
         pieces(
@@ -199,6 +199,6 @@ def test_each_channel_has_a_ring_of_its_own():
     assert (runs[0][0], runs[-1][1]) == (1 << 20, 2 << 20)
 
 
-def test_it_survives_json():
+def test_json_round_trip():
     arrangement = Arrangement(rings=((0, 2, 1),), all_reduce="tree", trees=((0, 1, ADD, 2, ADD),))
     assert Arrangement.from_dict(json.loads(json.dumps(arrangement.as_dict()))) == arrangement

@@ -1,4 +1,4 @@
-"""The reference without an order: its bounds hold the sums of every order that there is."""
+"""Reference without a known order: its bounds contain the sums of every order."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def known(case=CASE):
     ],
     ids=["plain", "copies", "premul", "every", "fp32"],
 )
-def test_what_every_order_gives_lies_within(system, order):
+def test_every_order_is_within_the_bounds(system, order):
     case = replace(CASE, system=system)
     taken = bounded(case).replay_step()
     step = known(replace(case, world=replace(case.world, order=order))).step()
@@ -61,13 +61,13 @@ def test_what_every_order_gives_lies_within(system, order):
 
 
 def test_bounds_are_narrow():
-    """Half of the sum more is seen wherever it is not next to zero."""
+    """1.5 times a gradient is outside almost everywhere, except near zero."""
     taken = bounded().replay_step()
     kept = [taken.bounds[name].holds(grad * 1.5) for name, grad in taken.grads.items()]
     assert torch.cat([mask.reshape(-1) for mask in kept]).float().mean() < 0.05
 
 
-def test_a_replay_is_of_the_params_that_it_adopted():
+def test_replay_uses_the_adopted_params():
     reference, steps = bounded(), known()
     first = steps.step()
     reference.replay_step()
@@ -79,7 +79,7 @@ def test_a_replay_is_of_the_params_that_it_adopted():
         assert torch.equal(loss, taken.losses[key])
 
 
-def test_an_overflow_shrinks_the_scale_and_skips():
+def test_overflow_shrinks_the_scale_and_skips():
     case = replace(
         CASE,
         data=DataSpec(nan=NanSpec(step=0, rank=1)),
@@ -91,7 +91,7 @@ def test_an_overflow_shrinks_the_scale_and_skips():
     assert (second.overflow, second.skipped, second.loss_scale) == ("never", False, 4.0)
 
 
-def test_pairs_have_one_sum():
+def test_two_terms_have_one_sum():
     case = replace(CASE, world=WorldSpec(size=4), system=SystemSpec(redundancy=2))
     taken = bounded(case).replay_step()
     for name, grad in taken.grads.items():

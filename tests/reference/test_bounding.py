@@ -1,4 +1,4 @@
-"""Whatever the tree of additions, a sum lies within its bound; and some trees come close to it."""
+"""Bounds of sums over all trees of additions, and trees that come close to them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ FINER[FP32] = [FP32, torch.float64]
 
 
 def finer_than(dtype):
-    """What a sum of that dtype may be kept in."""
+    """Return the dtypes in which a sum of this dtype may be kept."""
     return FINER[dtype]
 
 
 def sum_in_a_tree(terms, draw):
-    """Add 0-D tensors two by two, each sum first in one precision and then, or not, in the dtype.
+    """Add 0-D tensors in random pairs and precisions, with some sums rounded to the dtype.
 
     Args:
-        terms: Of one dtype.
+        terms: Of equal dtype.
         draw: A `random.Random`.
     """
     dtype, nodes = terms[0].dtype, list(terms)
@@ -47,7 +47,7 @@ def exactly(terms):
 
 @st.composite
 def sums(draw):
-    """Terms of one dtype: of one size, of all sizes, cancelling, next to underflow."""
+    """Draw terms of a dtype: of equal or mixed size, cancelling, near underflow."""
     dtype = draw(st.sampled_from([BF16, HALF, FP32]))
     limits = torch.finfo(dtype)
     scale = draw(st.sampled_from([1.0, limits.tiny, limits.tiny * limits.eps * 4]))
@@ -61,7 +61,7 @@ def sums(draw):
 
 
 @given(terms=sums(), seed=st.integers(0, 2**32))
-def test_no_tree_leaves_the_bound(terms, seed):
+def test_every_tree_is_within_the_bound(terms, seed):
     bound = bound_sum(list(terms.reshape(-1, 1)))
     low, high = Fraction(float(bound.low)), Fraction(float(bound.high))
     assert low <= exactly(terms) <= high
@@ -72,8 +72,8 @@ def test_no_tree_leaves_the_bound(terms, seed):
 
 
 @given(terms=sums())
-def test_the_bound_is_the_one_of_the_theorem(terms):
-    """Not wider than exact rational arithmetic gives, but for some roundings of fp64."""
+def test_bound_equals_that_of_the_theorem(terms):
+    """The bound is as narrow as exact rational arithmetic gives, except for roundings of fp64."""
     bound, limits = bound_sum(list(terms.reshape(-1, 1))), torch.finfo(terms.dtype)
     count, unit = len(terms), Fraction(limits.eps) / 2
     stretched = (1 + unit) ** (count - 1)
@@ -88,8 +88,8 @@ def test_the_bound_is_the_one_of_the_theorem(terms):
 
 @pytest.mark.parametrize("count", [3, 5, 9, 33])
 @pytest.mark.parametrize("dtype", [BF16, HALF, FP32], ids=str)
-def test_a_chain_of_roundings_one_way_comes_close(dtype, count):
-    """Each further term is a little more than half of the last bit, and each sum is rounded up."""
+def test_chain_of_upward_roundings_comes_close(dtype, count):
+    """Each further term is slightly more than half of the last bit, so each sum is rounded up."""
     half = torch.finfo(dtype).eps / 2
     small = torch.tensor(half * (1 + 4 * half), dtype=torch.float64).to(dtype)
     terms = [torch.ones((), dtype=dtype), *[small] * (count - 1)]
@@ -101,7 +101,7 @@ def test_a_chain_of_roundings_one_way_comes_close(dtype, count):
     assert off > 0.4 * float((bound.high - bound.low) / 2)
 
 
-def test_certified_elements_have_one_number_as_a_bound():
+def test_bound_of_certified_elements_is_one_number():
     terms = [torch.tensor([1.0, 1.0], dtype=BF16), torch.tensor([2.0, 2.0**-9], dtype=BF16)]
     bound = bound_sum([*terms, torch.tensor([4.0, 4.0], dtype=BF16)])
     assert bound.certified.tolist() == [True, False]
@@ -110,14 +110,14 @@ def test_certified_elements_have_one_number_as_a_bound():
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_bounds_nothing(bad):
+def test_nonfinite_terms_leave_the_bound_open(bad):
     bound = bound_sum([torch.tensor([1.0, bad]), torch.tensor([2.0, 1.0]), torch.ones(2)])
     assert bound.nonfinite.tolist() == bound.open.tolist() == [False, True]
     assert bound.holds(torch.tensor([4.0, math.nan])).all()
 
 
-def test_where_an_order_may_overflow_nothing_is_owed():
-    """Added in one order these overflow, in the other not."""
+def test_possible_overflow_leaves_the_bound_open():
+    """The sum overflows in one order and not in another."""
     large = torch.tensor([torch.finfo(FP32).max])
     bound = bound_sum([large, large, -large])
     assert bound.open.all()
@@ -126,19 +126,19 @@ def test_where_an_order_may_overflow_nothing_is_owed():
     assert bound.high == math.inf
 
 
-def test_a_nan_lies_within_no_bound():
+def test_nan_is_outside_every_bound():
     bound = bound_sum([torch.ones(1)] * 3)
     assert not bound.holds(torch.tensor([math.nan])).any()
 
 
-def test_a_sum_of_one_order_is_that_number():
+def test_bound_of_a_known_order_is_its_sum():
     terms = [torch.tensor([0.1, 0.3], dtype=BF16), torch.tensor([0.7, 0.1], dtype=BF16)]
     bound = known_sum(terms[0] + terms[1], terms)
     assert torch.equal(bound.low, (terms[0] + terms[1]).double())
     assert torch.equal(bound.low, bound.high)
 
 
-def test_the_reach_is_rounded_up():
+def test_reach_is_rounded_up():
     exact = (1 + Fraction(1, 256)) ** 5 - 1
     got = Fraction(reach_of(6, dtype=BF16))
     assert exact <= got <= exact * (1 + Fraction(1, 2**50))
@@ -149,7 +149,7 @@ def test_the_reach_is_rounded_up():
     spread=st.floats(0, 1),
     divisors=st.lists(st.sampled_from([3.0, 7.0, 1024.0, 12.0]), max_size=2),
 )
-def test_what_lies_between_two_ends_does_so_after_the_division(value, spread, divisors):
+def test_division_keeps_values_between_the_ends(value, spread, divisors):
     got = torch.tensor([value])
     width = abs(value) * spread
     low, high = divide_ends(got.double() - width, got.double() + width, divisors=divisors)

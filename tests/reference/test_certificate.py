@@ -1,4 +1,4 @@
-"""A certified sum has the same bits in every tree of additions, and the bound is tight."""
+"""Certified sums, equal in every tree of additions, by a tight bound."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ BF16 = torch.bfloat16
 
 
 def terms_of(*rows, dtype=BF16):
-    """Return one 1D tensor a row."""
+    """Return a 1D tensor per row."""
     return [torch.tensor(row, dtype=dtype) for row in rows]
 
 
 def sums_in_all_trees(terms):
-    """Yield the sum of a list of terms for every way of adding them two by two."""
+    """Yield the sum of the terms for every tree of additions."""
     if len(terms) == 1:
         yield terms[0]
     for i in range(len(terms)):
@@ -28,7 +28,7 @@ def sums_in_all_trees(terms):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_certified_has_one_sum_in_all_trees(seed):
+def test_certified_elements_have_one_sum_in_all_trees(seed):
     generator = torch.Generator().manual_seed(seed)
     terms = [
         (torch.randint(-90, 91, (400,), generator=generator) * 2.0**-7).to(BF16) for _ in range(5)
@@ -39,7 +39,7 @@ def test_what_is_certified_has_one_sum_in_all_trees(seed):
     assert certified.any()
     assert not certified.all()
     assert same[certified].all()
-    # It is not sufficient to say yes to none: what differs is never certified, some of it is not.
+    # The test is not vacuous, because some elements differ, and none of these is certified.
     assert not same.all()
 
 
@@ -59,31 +59,30 @@ def test_what_is_certified_has_one_sum_in_all_trees(seed):
         (([2.0**-100], [2.0**-93]), True),
     ],
 )
-def test_the_bound_is_tight(rows, expected):
-    """256 is 2^8: with one more unit some order rounds."""
+def test_certificate_is_tight(rows, expected):
+    """256 is 2^8: one more unit, and some order rounds."""
     assert certify(terms_of(*rows)).tolist() == [expected]
 
 
-def test_the_bits_of_the_dtype_count():
-    """fp32 has 24 of them."""
+def test_certificate_depends_on_dtype_precision():
+    """fp32 has 24 bits."""
     rows = ([2.0**24 - 1], [1.0], [-5.0])
     assert certify(terms_of(*rows, dtype=torch.float32)).tolist() == [True]
     assert certify(terms_of([2.0**24], [1.0], dtype=torch.float32)).tolist() == [False]
 
 
-def test_what_is_not_finite_is_not_certified():
-    """Nor is a sum that may overflow on the way."""
+def test_nonfinite_terms_are_not_certified():
+    """Neither is a sum that may overflow on the way."""
     rows = ([math.nan, math.inf, 3.3895e38, 1.0], [1.0, 1.0, 3.3895e38, 1.0])
     assert certify(terms_of(*rows)).tolist() == [False, False, False, True]
 
 
-def test_shapes_stay():
-    """Scalars and params without elements, too."""
+def test_scalar_and_empty_shapes_are_kept():
     assert certify([torch.ones(())]).shape == ()
     assert certify([torch.ones(2, 0)]).shape == (2, 0)
 
 
-def test_the_unit_of_a_number():
-    """The lowest bit that is set."""
+def test_unit_exponent_of_a_number():
+    """It is the lowest bit set."""
     values = torch.tensor([1.0, 3.0, 12.0, -0.625, 2.0**-149], dtype=torch.float64)
     assert unit_exponents(values).tolist() == [0, 0, 2, -3, -149]

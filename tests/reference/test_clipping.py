@@ -1,4 +1,4 @@
-"""Clipping by a norm is what each of its forms says, bit for bit."""
+"""Clipping by norm in each form, bit for bit."""
 
 import math
 from dataclasses import replace
@@ -16,7 +16,7 @@ from zero_sim.reference.gradient import measure, root_of_squares, squares_within
 
 
 class TestClip:
-    """min(1, bound / (norm + 1e-6)), in fp32."""
+    """min(1, bound / (norm + 1e-6)) in fp32."""
 
     def test_half(self):
         """5e4 + 1e-6 is 5e4 in fp32, so the coefficient is exactly 1/2."""
@@ -25,13 +25,12 @@ class TestClip:
         assert flat.tolist() == [1.5e4, 2e4]
 
     def test_never_scales_up(self):
-        """A bound above the norm changes nothing."""
         flat = torch.tensor([3.0, 4.0])
         clip_by_norm_(flat, norm=torch.tensor(5.0), norm_max=6.0)
         assert flat.tolist() == [3.0, 4.0]
 
     def test_coefficient_is_a_true_quotient(self):
-        """By 3 the product with the rounded reciprocal is another number than the quotient."""
+        """For a norm of 3000, the product with the rounded reciprocal differs from the quotient."""
         for bound in range(1, 300):
             flat, norm = torch.ones(1), torch.tensor(3e3)
             clip_by_norm_(flat, norm=norm, norm_max=float(bound))
@@ -39,7 +38,7 @@ class TestClip:
 
 
 @pytest.mark.parametrize("norm_max", [1e-3, 0.3, 1e6])
-def test_a_reciprocal_is_that_of_torch(norm_max):
+def test_reciprocal_form_equals_torch(norm_max):
     grad = torch.randn(57, 31, generator=torch.Generator().manual_seed(3))
     flat, param = grad.reshape(-1).clone(), torch.nn.Parameter(torch.empty_like(grad))
     param.grad = grad
@@ -49,7 +48,7 @@ def test_a_reciprocal_is_that_of_torch(norm_max):
 
 
 @pytest.mark.parametrize("form", CLIP_FORMS)
-def test_every_form_is_the_same_number_but_for_rounding(form):
+def test_forms_differ_only_by_rounding(form):
     norm, norm_max = torch.tensor(0.7), 0.03
     factor = clip_factor(norm, norm_max=norm_max, form=form, root=norm.item()).item()
     eps = 0.0 if form.endswith("without-eps") else 1e-6
@@ -64,8 +63,8 @@ def test_no_form_scales_up(form):
         assert clip_factor(torch.tensor(value), norm_max=1.1, form=form, root=value).item() == 1.0
 
 
-def test_what_takes_the_root_is_certified_by_the_number_it_clips_by():
-    """A norm in the middle between two fp32 numbers; whichever it is, the number is the same."""
+def test_root_form_is_certified_by_its_factor():
+    """The norm is midway between two fp32 numbers; both give the same factor."""
     squares = (1 + 2.0**-24) ** 2
     norm, certified = root_of_squares(squares, terms=2)
     measured = measure(torch.tensor([1.0, 0.0]))
@@ -74,8 +73,8 @@ def test_what_takes_the_root_is_certified_by_the_number_it_clips_by():
     assert clip_is_certified(middle, norm_max=0.5, form="fp64-root-division")
 
 
-def test_a_number_that_an_order_decides_is_not_certified():
-    """The bound is chosen so that the quotient lies in the middle between two fp32 numbers."""
+def test_factor_that_depends_on_the_order_is_not_certified():
+    """The bound puts the quotient midway between two fp32 numbers."""
     measured = measure(torch.tensor([3.0, 4.0]))
     low, high = squares_within_reach(measured.squares, terms=measured.terms)
     norm_max = (0.5 + 2.0**-25) * (5.0 + 1e-6)

@@ -1,4 +1,4 @@
-"""Bits of an element, wherever a tensor is cut; rules that are not elementwise are told apart."""
+"""Bits of elements under any cut, and detection of rules that are not elementwise."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ class TestProbe:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("steps", [0, 1])
-def test_any_cut_gives_bits_of_some_chunk(seed, steps):
+def test_bits_of_any_cut_are_found(seed, steps):
     draws = torch.Generator().manual_seed(seed)
     stepper = Stepper(SPEC, params={"w": torch.randn(20, 30, generator=draws)}, rules=RULES)
     for _ in range(steps):
@@ -93,7 +93,7 @@ def test_any_cut_gives_bits_of_some_chunk(seed, steps):
     }
 
 
-def test_bits_that_no_cut_gives_are_not_found():
+def test_impossible_bits_are_not_found():
     stepper = Stepper(SPEC, params={"w": torch.ones(40)}, rules=RULES)
     taken = CutStep(start=stepper, name="w", grad=torch.ones(40), factor=1.0, counters=frozenset())
 

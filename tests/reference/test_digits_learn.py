@@ -1,4 +1,4 @@
-"""The reference learns the handwritten digits: sums, division and optimizer add up to training."""
+"""Training on handwritten digits: the reference's sums, division and optimizer learn them."""
 
 from __future__ import annotations
 

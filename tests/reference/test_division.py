@@ -13,10 +13,10 @@ BF16 = torch.bfloat16
 
 
 class TestNone:
-    """Nothing is divided."""
+    """No division."""
 
     def test_the_sum_is_the_optimizers_gradient(self):
-        """Both ends hand on what they get."""
+        """Both methods return their input."""
         grad = torch.tensor([3.0])
         division = Division(how="none", count=3)
         assert division.before(grad) is grad
@@ -28,7 +28,7 @@ class TestPre:
     """True division in the gradient's dtype."""
 
     def test_rounds_to_the_dtype(self):
-        """1/3 rounded to bf16, and not divided again."""
+        """1/3 is rounded to bf16 and not divided again."""
         third = Division(how="pre", count=3).before(torch.tensor([1.0], dtype=BF16))
         assert (third.item(), third.dtype) == (0.333984375, BF16)
         Division(how="pre", count=3).after_(third)
@@ -36,7 +36,7 @@ class TestPre:
 
     @pytest.mark.parametrize("count", [3, 7, 257, 1000])
     def test_bf16_quotient_is_the_nearest(self, count):
-        """Also by counts that bf16 cannot hold: no neighbour is closer to the exact quotient."""
+        """Even for counts outside bf16, no neighbor is closer to the exact quotient."""
         values = torch.arange(128, 256).to(BF16)
         for value, got in zip(values, Division(how="pre", count=count).before(values), strict=True):
             exact = Fraction(value.item()) / count
@@ -50,7 +50,6 @@ class TestPost:
     """True division of the fp32 sum."""
 
     def test_is_not_before_the_sum(self):
-        """Ranks hand over what they have."""
         grad = torch.tensor([1.0], dtype=BF16)
         division = Division(how="post", count=3)
         assert division.before(grad) is grad
@@ -59,7 +58,7 @@ class TestPost:
     @pytest.mark.parametrize("how", ["pre", "post"])
     @pytest.mark.parametrize("count", [3, 5, 6, 7, 13, 15])
     def test_quotient_is_correctly_rounded(self, how, count):
-        """A rounded reciprocal's products are not."""
+        """Products with a rounded reciprocal are not."""
         values = torch.arange(1, 4000, dtype=torch.float32)
         exact = (values.double() / count).float()
         division = Division(how=how, count=count)
@@ -72,13 +71,14 @@ class TestPremul:
     """Product with a rounded reciprocal."""
 
     def test_reciprocal_is_rounded_twice(self):
-        """1/3 in fp32, then in bf16; 5 times that is 1.669921875, in bf16 1.671875."""
+        """1/3 is rounded to fp32, then to bf16; 5 times that is 1.669921875, in bf16 1.671875."""
         division = Division(how="premul", count=3)
         assert division.reciprocal(BF16).item() == 0.333984375
         assert division.before(torch.tensor([5.0], dtype=BF16)).item() == 1.671875
 
     def test_differs_from_division(self):
-        """By 7 many fp32 products are off; each is the exact product, rounded once."""
+        """For 7, many fp32 products differ from the quotient; each is the exact product, rounded
+        once."""
         values = torch.arange(1, 4000, dtype=torch.float32)
         seventh = torch.tensor(1 / 7, dtype=torch.float64).float()
         got = Division(how="premul", count=7).before(values)
@@ -88,5 +88,5 @@ class TestPremul:
 
 @pytest.mark.parametrize(("by", "count"), [("ranks", 3), ("micro-batches", 6), ("tokens", 31)])
 def test_count(by, count):
-    """Three ranks, six micro-batches of all, 31 rows in all."""
+    """Three ranks, six micro-batches and 31 rows over all ranks."""
     assert count_contributions(by, rank_count=3, micro_batches=6, rows=31) == count

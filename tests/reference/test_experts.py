@@ -1,4 +1,4 @@
-"""Params that only some ranks hold, in the oracle."""
+"""Experts, which only some ranks have, in the oracle."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ class Pair(nn.Module):
 
 
 class Dealt:
-    """Rank r has a gradient of `grads[r]` for each of its params."""
+    """Workload in which rank r's gradient is `grads[r]` for each of its params."""
 
     def __init__(self, grads):
         self.grads = grads
@@ -67,37 +67,37 @@ def values(tensors):
 
 
 @pytest.mark.parametrize("system", [{}, {"redundancy": 2}, {"stage": 0}])
-def test_each_param_is_added_over_its_holders(system):
+def test_params_are_summed_over_the_ranks_that_have_them(system):
     reference = Reference(scenario_of(**system), workload=Dealt([1.0, 2.0, 4.0, 8.0]))
     assert values(reference.step().grads) == {"dense": 15.0, "expert0": 5.0, "expert1": 10.0}
 
 
-def test_all_are_divided_by_all_ranks():
+def test_sums_are_divided_by_the_number_of_all_ranks():
     reference = Reference(scenario_of(divide="post"), workload=Dealt([1.0, 2.0, 4.0, 8.0]))
     masters = values(reference.step().masters)
     assert masters == {"dense": 1 - 15 / 4, "expert0": 1 - 5 / 4, "expert1": 1 - 10 / 4}
 
 
-def test_the_norm_counts_each_once():
+def test_norm_counts_each_param_once():
     reference = Reference(scenario_of(), workload=Dealt([1.0, 2.0, 4.0, 8.0]))
     assert reference.step().norm.item() == pytest.approx((15**2 + 5**2 + 10**2) ** 0.5)
 
 
-def test_it_knows_who_holds_what():
+def test_reference_lists_params_by_rank():
     reference = Reference(scenario_of(), workload=Dealt([0.0] * 4))
     even, odd = {"dense", "expert0"}, {"dense", "expert1"}
     assert reference.held == [even, odd, even, odd]
 
 
-def test_a_frozen_expert_keeps_its_value():
+def test_frozen_expert_keeps_its_value():
     freeze = (FreezeSpec(param="expert1", start=0, stop=1),)
     reference = Reference(scenario_of(freeze=freeze), workload=Dealt([1.0, 2.0, 4.0, 8.0]))
     step = reference.step()
     assert (step.grads["expert1"].item(), step.masters["expert1"].item()) == (0.0, 1.0)
 
 
-def test_going_on_with_other_shares_keeps_every_expert():
-    """The real mixture: from four shares to one, masters as they were."""
+def test_continuing_with_another_ep_keeps_every_expert():
+    """The real mixture of experts goes from ep=4 to ep=1; the masters are kept."""
     case = Scenario(
         schema=1,
         model=ModelSpec(name="moe", dtype="bf16"),

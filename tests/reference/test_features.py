@@ -1,4 +1,4 @@
-"""Settings of a step, by hand: one param, gradients given, SGD with lr 1, so w = 1 - gradient."""
+"""Settings of a step by hand: one param, injected gradients, SGD with lr 1, so w = 1 - gradient."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ BF16 = torch.bfloat16
 
 
 def sgd(**settings):
-    """Return SGD with lr 1 and some settings."""
     return OptimizerSpec(name="sgd", lr=1.0, **settings)
 
 
@@ -38,7 +37,7 @@ def all_bits(result):
 
 
 def span_of(elems, *, first, second):
-    """Return a span of which either sum ends on the given rank."""
+    """Return a span whose two sums end on the given ranks."""
     return SumSpan(
         start=0,
         stop=elems,
@@ -48,37 +47,37 @@ def span_of(elems, *, first, second):
 
 
 class TestSync:
-    """When ranks are summed, in bf16: 256 and -256, then 1 and 1."""
+    """Time of the sum over ranks, in bf16: 256 and -256, then 1 and 1."""
 
     @pytest.mark.parametrize(("sync", "total"), [("last", 1.0), ("every", 2.0)])
     def test_order_of_the_two_sums(self, make_scenario, inject, sync, total):
-        """256 + 1 rounds to 256 and -256 + 1 is -255; each micro-batch summed gives 0 and 2."""
+        """256 + 1 rounds to 256 and -256 + 1 is -255; micro-batch sums are 0 and 2."""
         scenario = make_scenario(micros=2, system=SystemSpec(divide="none", sync=sync))
         workload = inject([[[256.0], [1.0]], [[-256.0], [1.0]]], dtype=BF16)
         assert Reference(scenario, workload=workload).step().grads["w"].item() == total
 
     @pytest.mark.parametrize(("sync", "total"), [("last", 85.5), ("every", 86.0)])
-    def test_pre_divides_what_is_reduced(self, make_scenario, inject, sync, total):
-        """256 + 1 is 256, a third of which is 85.5; 85.5 and a third of 1 are 86."""
+    def test_pre_divides_each_reduced_gradient(self, make_scenario, inject, sync, total):
+        """256 + 1 is 256, a third of which is 85.5; 85.5 plus a third of 1 rounds to 86."""
         scenario = make_scenario(size=3, micros=2, system=SystemSpec(divide="pre", sync=sync))
         workload = inject([[[256.0], [1.0]], [[0.0], [0.0]], [[0.0], [0.0]]], dtype=BF16)
         assert Reference(scenario, workload=workload).step().grads["w"].item() == total
 
 
 class TestDivideBy:
-    """What the sum 12 of four micro-batches of 3 on two ranks becomes."""
+    """Divisors of the sum 12, of four micro-batches of 3 on two ranks."""
 
     @pytest.mark.parametrize(("by", "mean"), [("ranks", 6.0), ("micro-batches", 3.0)])
     @pytest.mark.parametrize("how", ["post", "pre", "premul"])
     def test_counts(self, make_scenario, inject, by, mean, how):
-        """By 2 or by 4, both exact in every way of dividing."""
+        """Dividing by 2 or by 4 is exact in every form."""
         scenario = make_scenario(micros=2, system=SystemSpec(divide=how, divide_by=by))
         result = Reference(scenario, workload=inject([[[3.0], [3.0]]] * 2)).step()
         assert result.masters["w"].item() == 1 - mean
         assert result.grads["w"].item() == (12.0 if how == "post" else mean)
 
     def test_tokens_are_rows(self, make_scenario, inject):
-        """Inputs of one, two and five rows: 8 in all."""
+        """Inputs have one, two and five rows: 8 in total."""
 
         class Rows(inject):
             def batch(self, *, step, rank, micro):
@@ -90,7 +89,7 @@ class TestDivideBy:
         assert result.masters["w"].item() == 1 - 12 / 8
 
     def test_summed_loss_over_tokens_is_the_mean_over_all_rows(self, make_scenario):
-        """With uneven rows: the gradient of one device on all rows at once, but for rounding."""
+        """With uneven rows, it equals one device with all rows, except for rounding."""
         data = DataSpec(rows=2, uneven_rows=True, loss="sum")
         system = SystemSpec(divide="post", divide_by="tokens")
         scenario = make_scenario("mlp", size=3, micros=2, data=data, system=system)
@@ -122,7 +121,7 @@ class TestRedundancy:
             (2, "tree", 258.0),
         ],
     )
-    def test_256_and_three_ones(self, make_scenario, inject, replicas, order, total):
+    def test_order_of_sums_over_replicas(self, make_scenario, inject, replicas, order, total):
         """(256 + 1) + (1 + 1) is 256 + 2; fp32 is rounded between the two sums."""
         system = SystemSpec(divide="none", redundancy=replicas)
         workload = inject([[[256.0]], [[1.0]], [[1.0]], [[1.0]]], dtype=BF16)
@@ -130,8 +129,10 @@ class TestRedundancy:
         assert Reference(scenario, workload=workload).step().grads["w"].item() == total
 
     @pytest.mark.parametrize(("chunk", "total"), [(0, 258.0), (1, 256.0)])
-    def test_ring_positions_of_the_second_sum(self, make_scenario, inject, chunk, total):
-        """Three replicas of one rank: 256 added last, or before the last one."""
+    def test_ring_chunk_decides_the_order_of_the_second_sum(
+        self, make_scenario, inject, chunk, total
+    ):
+        """Three replicas of one rank: 256 is added last, or before the last."""
         scenario = make_scenario(
             size=3, order="ring", system=SystemSpec(divide="none", redundancy=3)
         )
@@ -142,7 +143,9 @@ class TestRedundancy:
         assert result.grads["w"].item() == total
 
     @pytest.mark.parametrize(("chunk", "total"), [(0, 516.0), (1, 512.0)])
-    def test_ring_positions_of_the_first_sum(self, make_scenario, inject, chunk, total):
+    def test_ring_chunk_decides_the_order_of_the_first_sum(
+        self, make_scenario, inject, chunk, total
+    ):
         """Two replicas of three ranks, each 256, 1, 1."""
         system = SystemSpec(divide="none", redundancy=2)
         scenario = make_scenario(size=6, order="ring", system=system)
@@ -156,7 +159,7 @@ class TestRedundancy:
 
 
 class TestNorm:
-    """Of the gradient that the optimizer gets."""
+    """Norm of the gradient that the optimizer gets."""
 
     def test_after_the_division(self, make_scenario, inject):
         """(6, 8) / 2 has norm 5; `unused` has two zeros."""
@@ -170,7 +173,7 @@ class TestNorm:
         assert (result.skipped, result.loss_scale, result.update.lr_factor) == (False, None, 1.0)
 
     def test_clip_by_norm(self, make_scenario, inject):
-        """(3e4, 4e4) to half its length; norm and reduced gradient are those before it."""
+        """(3e4, 4e4) is halved; the reported norm and reduced gradient are not."""
         scenario = make_scenario(optim=sgd(clip_norm=2.5e4))
         result = Reference(scenario, workload=inject([[[3e4, 0.0]], [[0.0, 4e4]]])).step()
         assert result.norm.item() == 5e4
@@ -178,7 +181,7 @@ class TestNorm:
         assert result.masters["w"].tolist() == [1 - 1.5e4, 1 - 2e4]
 
     def test_clip_by_value(self, make_scenario, inject):
-        """Either sign; the zeros are those before it."""
+        """Both signs are clipped; zeros are counted before clipping."""
         scenario = make_scenario(optim=sgd(clip_value=0.5))
         result = Reference(scenario, workload=inject([[[3.0, -3.0, 0.25]]] * 2)).step()
         assert result.masters["w"].tolist() == [0.5, 1.5, 0.5]
@@ -186,10 +189,10 @@ class TestNorm:
 
 
 class TestLossScale:
-    """Scaled by 4."""
+    """Loss scale of 4."""
 
-    def test_reported_gradient_is_scaled_and_the_masters_is_not(self, make_scenario, inject):
-        """(1 + 2) * 4, and 3."""
+    def test_reported_gradient_is_scaled_and_the_update_is_not(self, make_scenario, inject):
+        """(1 + 2) * 4 is reported, and 3 is applied."""
         scenario = make_scenario(optim=sgd(loss_scale=LossScaleSpec(initial=4.0)))
         result = Reference(scenario, workload=inject([[[1.0]], [[2.0]]])).step()
         assert result.grads["w"].item() == 12.0
@@ -198,7 +201,7 @@ class TestLossScale:
         assert result.losses[1, 0].item() == 2.0
 
     def test_overflow_changes_nothing_but_the_scale(self, make_scenario, inject):
-        """1e38 times 4 overflows, times 2 does not; lr warms up all the same."""
+        """1e38 times 4 overflows, times 2 does not; the warm-up of lr continues."""
         spec = sgd(loss_scale=LossScaleSpec(initial=4.0), momentum=0.5, warmup_steps=4)
         reference = Reference(
             make_scenario(size=1, optim=spec), workload=inject([[[1e38]]], dtype=torch.float32)
@@ -213,7 +216,7 @@ class TestLossScale:
         assert (result.skipped, result.loss_scale, result.update.lr_factor) == (False, 2.0, 0.5)
         assert result.masters["w"].item() == torch.tensor(1e38).item() * -0.5
 
-    def test_skip_in_the_middle_keeps_every_bit(self, make_scenario):
+    def test_skipped_step_keeps_every_bit(self, make_scenario):
         """A planted infinity on one rank of a real workload with AdamW."""
         data = DataSpec(nan=NanSpec(step=1, rank=1, value="inf"))
         spec = OptimizerSpec(loss_scale=LossScaleSpec(growth_interval=1))
@@ -228,7 +231,7 @@ class TestLossScale:
         assert not torch.equal(before[0], after.masters["0.up.weight"])
 
     def test_a_sum_in_fp16_overflows_by_itself(self, make_scenario, inject):
-        """Each rank's gradient is finite in fp16, their sum is not; half of it is."""
+        """Each rank's gradient is finite in fp16 and their sum is not; half of it is."""
         spec = OptimizerSpec(name="sgd", loss_scale=LossScaleSpec(initial=2.0**15))
         scenario = make_scenario(optim=spec)
         reference = Reference(scenario, workload=inject([[[1.0]]] * 2, dtype=torch.float16))
@@ -238,18 +241,18 @@ class TestLossScale:
         assert not finite.skipped
         assert finite.grads["w"].item() == 2.0**15
 
-    def test_without_it_an_infinity_is_not_skipped(self, make_scenario, inject):
-        """It goes into the masters, and is reported."""
+    def test_infinity_without_loss_scale_is_not_skipped(self, make_scenario, inject):
+        """It reaches the masters, and is reported."""
         result = Reference(make_scenario(size=1), workload=inject([[[math.inf]]])).step()
         assert not result.skipped
         assert result.masters["w"].item() == -math.inf
 
 
 class TestFreeze:
-    """`w` is frozen in step 1; momentum 1/2, gradient 1."""
+    """`w`, frozen in step 1; momentum 1/2, gradient 1."""
 
     def test_neither_param_nor_state_moves(self, make_scenario, inject):
-        """w: 0, 0, -1.5; the buffer: 1, 1, 1.5. Frozen, it counts in no norm and no zeros."""
+        """w: 0, 0, -1.5; buffer: 1, 1, 1.5. A frozen param is excluded from norm and zeros."""
         freeze = (FreezeSpec(param="w", start=1, stop=2),)
         scenario = make_scenario(size=1, optim=sgd(momentum=0.5), freeze=freeze)
         reference = Reference(scenario, workload=inject([[[1.0]]]))
@@ -263,8 +266,7 @@ class TestFreeze:
             assert result.grads["w"].item() == (0.0 if result.step == 1 else 1.0)
         assert seen == [(0.0, 1.0, 1.0, 2), (0.0, 1.0, 0.0, 2), (-1.5, 1.5, 1.0, 2)]
 
-    def test_its_overflow_does_not_skip(self, make_scenario, inject):
-        """Frozen, an infinite gradient is none."""
+    def test_overflow_of_a_frozen_param_does_not_skip(self, make_scenario, inject):
         freeze = (FreezeSpec(param="w", start=0, stop=1),)
         spec = sgd(loss_scale=LossScaleSpec())
         scenario = make_scenario(size=1, optim=spec, freeze=freeze)
@@ -272,8 +274,8 @@ class TestFreeze:
         assert not reference.step().skipped
         assert reference.step().skipped
 
-    def test_all_params_at_once(self, make_scenario, inject):
-        """Then the step does nothing; a loss without any gradient is no error."""
+    def test_all_params_may_be_frozen(self, make_scenario, inject):
+        """The step does nothing; a loss without any gradient is not an error."""
         freeze = tuple(FreezeSpec(param=name, start=0, stop=1) for name in ("w", "unused"))
         result = Reference(make_scenario(freeze=freeze), workload=inject([[[1.0]]] * 2)).step()
         assert (result.masters["w"].item(), result.norm.item(), result.measured.zeros) == (
@@ -282,7 +284,7 @@ class TestFreeze:
             0,
         )
 
-    def test_others_are_as_if_it_were_not_there(self, make_scenario):
+    def test_frozen_layer_passes_gradients_on(self, make_scenario):
         """A frozen layer of an mlp passes the same gradients down."""
         free = make_scenario("mlp")
         frozen = make_scenario("mlp", freeze=(FreezeSpec(param="1.up.weight", start=0, stop=9),))
@@ -291,7 +293,7 @@ class TestFreeze:
             assert torch.equal(grad, two.grads[name]) == (name != "1.up.weight")
 
     def test_unknown_param_is_refused(self, make_scenario, inject):
-        """With the names that there are."""
+        """The message lists the params."""
         freeze = (FreezeSpec(param="v", start=0, stop=1),)
         with pytest.raises(ScenarioError, match=r"got 'v' .*w, unused"):
             Reference(make_scenario(freeze=freeze), workload=inject([[[1.0]]] * 2))
@@ -313,7 +315,7 @@ class TestGroups:
         assert result.masters["unused"].tolist() == [0.75, 0.75]
 
     def test_zero_is_a_setting(self, make_scenario, inject):
-        """lr 0 and decay 0 of a group are not the optimizer's."""
+        """lr 0 and decay 0 of a group override the optimizer's."""
         groups = (
             ParamGroupSpec(match="w", lr=0.0),
             ParamGroupSpec(match="unused", weight_decay=0.0),
@@ -326,7 +328,7 @@ class TestGroups:
         assert result.masters["unused"].tolist() == [1.0, 1.0]
 
     def test_warmup_scales_every_group(self, make_scenario, inject):
-        """Factors 1/2, 1, 1: w = 1 - 1/2 - 1 - 1; the group at a quarter of that."""
+        """Factors 1/2, 1, 1 scale both the rate 1 of `unused` and the rate 1/4 of `w`."""
         spec = sgd(warmup_steps=2, groups=(ParamGroupSpec(match="w", lr=0.25),), weight_decay=1.0)
         reference = Reference(make_scenario(size=1, optim=spec), workload=inject([[[0.0]]]))
         seen = []
@@ -338,10 +340,10 @@ class TestGroups:
 
 
 class TestContinueAs:
-    """Going on in another world."""
+    """A run continued in another world."""
 
     def test_ranks_change_and_state_stays(self, make_scenario, inject):
-        """Two ranks of gradient 1, then three: buffer 2, then 1 + 3; the step counts on."""
+        """Two ranks of gradient 1, then three: buffer 2, then 1 + 3; the step count continues."""
         spec = sgd(momentum=0.5, loss_scale=LossScaleSpec(initial=4.0, growth_interval=1))
         scenario = make_scenario(optim=spec)
         reference = Reference(scenario, workload=inject([[[1.0]]] * 2, dtype=BF16))
@@ -356,7 +358,7 @@ class TestContinueAs:
 
     @pytest.mark.parametrize("name", ["mlp", "unusual"])
     def test_the_same_world_changes_no_bit(self, make_scenario, name):
-        """Placed anew or not, as one uninterrupted run."""
+        """The bits equal those of an uninterrupted run, even with new addresses."""
         scenario = make_scenario(name, dtype="bf16", optim=OptimizerSpec(lr=0.1))
         one, two = (Reference(scenario, workload=build_workload(scenario)) for _ in range(2))
         places = [{"0.up.weight": MemoryLayout(address, (8, 1))} for address in (4, 20)]
@@ -370,18 +372,18 @@ class TestContinueAs:
         assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
     def test_another_optimizer_is_refused(self, make_scenario, inject):
-        """Its state would mean something else."""
+        """Its state would not fit."""
         reference = Reference(make_scenario(), workload=inject([[[1.0]]] * 2))
         with pytest.raises(UsageError, match="continues with optimizer"):
             reference.continue_as(make_scenario(optim=OptimizerSpec()))
 
 
 class TestUnusual:
-    """One of each awkward kind of param."""
+    """Each awkward kind of param."""
 
     @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
     def test_reduced_gradients_are_plain_sums(self, make_scenario, dtype):
-        """With zeros where a rank or a micro-batch has no gradient; `frozen` has no part at all."""
+        """Gradients are zero if a rank or micro-batch has none; `frozen` is excluded."""
         scenario = make_scenario("unusual", size=3, micros=2, dtype=dtype)
         workload = build_workload(scenario)
         totals = {}
@@ -402,11 +404,13 @@ class TestUnusual:
 
 
 class TestGoingOn:
-    """From a checkpoint: with everything, or with the weights alone."""
+    """Continuing from a checkpoint, with everything or only the weights."""
 
     @pytest.mark.parametrize("weights_only", [False, True])
-    def test_state_and_scale_stay_or_begin_anew(self, make_scenario, inject, weights_only):
-        """Momentum of two steps, or of one; a scale that has grown, or the first."""
+    def test_state_and_scale_are_kept_unless_weights_only(
+        self, make_scenario, inject, weights_only
+    ):
+        """Momentum of two steps, or of one; a scale that has grown, or the initial one."""
         optim = OptimizerSpec(
             name="sgd",
             lr=1.0,

@@ -1,4 +1,4 @@
-"""The whole gradient: norm, zeros, overflow and clipping."""
+"""The full gradient: norm, zeros, overflow and clipping."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zero_sim.reference.norms import norm_of_params, norm_of_rows
 
 
 class TestMeasure:
-    """What the judge is told of it."""
+    """Norm, zeros and finiteness."""
 
     def test_norm_and_zeros(self):
         """3, 4 and two zeros, one of them negative."""
@@ -44,38 +44,37 @@ class TestMeasure:
         assert not measured.norm.isfinite()
         assert measured.norm_certified
 
-    def test_nothing_at_all(self):
-        """Without elements the norm is 0."""
+    def test_empty_gradient_has_norm_zero(self):
         measured = measure(torch.empty(0))
         assert (measured.norm.item(), measured.zeros, measured.finite) == (0.0, 0, True)
 
 
 class TestCertificate:
-    """Next to the middle of two fp32 values, the order of a sum decides."""
+    """Sums near the middle of two fp32 values, which depend on the order."""
 
-    def test_the_middle_is_not_certified(self):
-        """1 + 2^-24 lies between 1 and the next fp32 value; its square fits fp64."""
+    def test_middle_is_not_certified(self):
+        """1 + 2^-24 is midway between 1 and the next fp32 value; its square fits fp64."""
         middle = 1 + 2.0**-24
         assert not root_of_squares(middle * middle, terms=2)[1]
 
     @pytest.mark.parametrize("norm", [1.0, 5.0, 0.0])
     def test_fp32_values_are_certified(self, norm):
-        """They are as far from every middle as can be."""
+        """fp32 values are as far from every middle as possible."""
         got, certified = root_of_squares(norm * norm, terms=1000)
         assert (got.item(), certified) == (norm, True)
 
-    def test_more_terms_reach_further(self):
-        """2^-40 from the middle: certified for a few terms, not for 2^14 of them."""
+    def test_more_terms_widen_the_uncertified_range(self):
+        """2^-40 from the middle: certified for few terms, not for 2^14."""
         near = (1 + 2.0**-24 - 2.0**-40) ** 2
         assert root_of_squares(near, terms=16)[1]
         assert not root_of_squares(near, terms=1 << 14)[1]
 
 
 class TestFlat:
-    """To one tensor and back."""
+    """Conversion to one flat tensor and back."""
 
     def test_round_trip_of_shapes_and_dtypes(self):
-        """Strides, empty and scalar ones included, in the order asked for."""
+        """Strided, empty and scalar gradients keep the requested order."""
         grads = {
             "a": torch.arange(6.0).view(2, 3).T,
             "b": torch.tensor(7.0, dtype=torch.bfloat16),
@@ -94,7 +93,7 @@ class TestFlat:
         assert grad.tolist() == [1.0, 1.0]
 
     def test_no_names(self):
-        """Everything may be frozen."""
+        """All params may be frozen."""
         assert flatten_wide({}, names=[]).shape == (0,)
 
 
@@ -102,45 +101,45 @@ SHAPES = {"w": (7, 9), "b": (9,), "scalar": (), "empty": (0, 3), "large": (61, 5
 
 
 class TestOfParams:
-    """Norm and clipping as torch has them for whole gradients, wherever in memory they lie."""
+    """Norms and clipping as in torch for unsharded gradients, at any address."""
 
     @pytest.fixture
     def grads(self):
-        """Views of one tensor, and copies of them that are tensors of their own."""
+        """Return a flat tensor, its views, and copies of the views."""
         generator = torch.Generator().manual_seed(3)
         flat = torch.randn(sum(math.prod(shape) for shape in SHAPES.values()), generator=generator)
         views = unflatten(flat, like={name: torch.empty(shape) for name, shape in SHAPES.items()})
         return flat, views, [view.clone() for view in views.values()]
 
-    def test_the_norm_is_that_of_torch(self, grads):
+    def test_norm_equals_torch(self, grads):
         _, views, copies = grads
         assert torch.equal(norm_of_params(views.values()), torch.nn.utils.get_total_norm(copies))
 
     @pytest.mark.parametrize("rank_count", [1, 2, 3, 8])
-    def test_of_rows_it_is_as_near_as_fp32_lets_it_be(self, grads, rank_count):
-        """Each of a handful of roundings is off by less than a unit in the last place."""
+    def test_norm_of_rows_is_within_fp32_rounding(self, grads, rank_count):
+        """Each rounding is off by less than a unit in the last place."""
         copies = [grad for grad in grads[2] if grad.dim()]
         norm = norm_of_rows(copies, rank_count=rank_count, order="linear")
         exact = torch.nn.utils.get_total_norm([copy.double() for copy in copies])
         terms = sum(copy.numel() for copy in copies) + rank_count + len(copies)
         assert abs(norm.double() - exact) <= terms * 2.0**-23 * exact
 
-    def test_of_one_ranks_rows_it_is_that_of_whole_params(self):
+    def test_norm_of_rows_equals_norm_of_params_if_exact(self):
         grads = [torch.tensor([3.0, 4.0]), torch.tensor([[12.0]])]
         assert norm_of_rows(grads, rank_count=1, order="linear").item() == 13.0
         assert norm_of_rows(grads, rank_count=4, order="tree").item() == 13.0
 
     @pytest.mark.parametrize("rank_count", [1, 2, 3])
-    def test_what_has_no_rows_counts_once(self, rank_count):
-        """A scalar is a row by itself, as each rank has it; what is empty adds nothing."""
+    def test_scalars_count_once_in_norm_of_rows(self, rank_count):
+        """A scalar is a row that each rank has; empty gradients add nothing."""
         grads = [torch.tensor(3.0), torch.tensor([4.0, 12.0]), torch.empty(0), torch.empty(0, 3)]
         assert norm_of_rows(grads, rank_count=rank_count, order="linear").item() == 13.0
 
-    def test_without_gradients_it_is_zero(self):
+    def test_norm_without_gradients_is_zero(self):
         assert norm_of_params([]).item() == 0.0
 
 
-def test_one_part_is_measured_as_it_is():
-    """Its norm may be another one than the root of the sum of its squares."""
+def test_single_part_is_not_measured_again():
+    """Its norm may differ from the root of the sum of its squares."""
     measured = measure(torch.tensor([3.0, 4.0]))
     assert measure_together([measured]) is measured

@@ -26,10 +26,10 @@ def run(scenario, *, steps=2):
 
 
 class TestByHand:
-    """One param, gradients given, SGD with lr 1: w = 1 - gradient."""
+    """A single param, injected gradients, SGD with lr 1: w = 1 - gradient."""
 
     def test_sum_over_ranks(self, make_scenario, inject):
-        """Without a division the optimizer sees the sum."""
+        """Without a division the optimizer gets the sum."""
         workload = inject([[[1.0], [2.0]], [[4.0], [8.0]]])
         result = Reference(make_scenario(micros=2), workload=workload).step()
         assert result.grads["w"].item() == 15.0
@@ -63,7 +63,7 @@ class TestByHand:
         assert result.grads["w"].item() == total
 
     def test_ring_takes_its_spans_from_the_caller(self, make_scenario, inject):
-        """Two elements of one param in two chunks."""
+        """Two elements of one param are in two chunks."""
         workload = inject([[[256.0] * 2], [[1.0] * 2], [[1.0] * 2]], dtype=BF16)
         reference = Reference(make_scenario(size=3, order="ring"), workload=workload)
         spans = [
@@ -78,14 +78,13 @@ class TestByHand:
         assert result.grads["w"].tolist() == [258.0, 256.0]
 
     def test_ring_without_spans_names_the_param(self, make_scenario, inject):
-        """The error tells which param has none."""
         workload = inject([[[1.0]], [[1.0]]])
         reference = Reference(make_scenario(order="ring"), workload=workload)
         site = SumSite(kind="reduce", elems=1, offset=0)
         with pytest.raises(UsageError, match="param 'unused'"):
             reference.step({"w": [SumSpan(start=0, stop=1, site=site)]})
 
-    def test_working_param_is_the_master_cast(self, make_scenario, inject):
+    def test_param_is_the_cast_master(self, make_scenario, inject):
         """1 - 2^-9 is halfway between two bf16 values and rounds to even; the master keeps it."""
         workload = inject([[[2.0**-9]]], dtype=BF16)
         result = Reference(make_scenario(size=1), workload=workload).step()
@@ -94,14 +93,14 @@ class TestByHand:
         assert result.params["w"].dtype == BF16
 
     def test_nonzero_fraction_counts_all_params(self, make_scenario, inject):
-        """Two of w's three elements; `unused` adds two zeros: 2 of 5."""
+        """Two of w's three elements are nonzero; `unused` adds two zeros: 2 of 5."""
         workload = inject([[[1.0, 0.0, 2.0]], [[1.0, 0.0, 2.0]]])
         result = Reference(make_scenario(), workload=workload).step()
         assert result.nonzero_fraction == pytest.approx(2 / 5)
 
 
 class TestAgainstPlainTorch:
-    """The same mathematics written out with `backward` and loops, on real workloads."""
+    """The same mathematics with `backward` and loops, on real workloads."""
 
     @pytest.mark.parametrize("name", ["mlp", "params", "transformer-260"])
     @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -131,7 +130,7 @@ class TestRuns:
     )
     @pytest.mark.parametrize("optim", ["adamw", "adam", "sgd"])
     def test_two_runs_are_equal(self, make_scenario, name, optim):
-        """Whatever the global random state is."""
+        """The global random state does not matter."""
         spec = OptimizerSpec(name=optim, momentum=0.9 if optim == "sgd" else 0.0)
         scenario = make_scenario(name, optim=spec, dtype="bf16", shapes=((2, 3), (0,)))
         first = run(scenario)
@@ -142,17 +141,16 @@ class TestRuns:
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
     def test_seed_changes_the_run(self, make_scenario):
-        """Another seed, other weights and data."""
+        """Weights and data depend on the seed."""
         zero, one = (run(make_scenario(seed=seed)) for seed in (0, 1))
         assert not torch.equal(zero[0], one[0])
 
-    def test_foreach_is_the_systems_business(self, make_scenario):
-        """The reference steps the same way either way."""
+    def test_foreach_does_not_affect_the_reference(self, make_scenario):
         runs = [run(make_scenario(optim=OptimizerSpec(foreach=foreach))) for foreach in (0, 1)]
         assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
     def test_steps_count_up_and_weights_move(self, make_scenario):
-        """Each step reports its index, Adam's counter and new working params."""
+        """Each step reports its index, Adam's counter and new params."""
         scenario = make_scenario(optim=OptimizerSpec())
         reference = Reference(scenario, workload=build_workload(scenario))
         seen = []
@@ -172,7 +170,7 @@ class TestRuns:
             Reference(scenario, workload=build_workload(scenario))
 
     def test_params_without_elements_count_as_zero(self, make_scenario):
-        """Only empty params: the run goes through, and its emptiness shows."""
+        """The run completes, and nonzero_fraction reports that nothing was trained."""
         scenario = make_scenario("params", shapes=((0,), (2, 0)))
         result = Reference(scenario, workload=build_workload(scenario)).step()
         assert result.nonzero_fraction == 0.0

@@ -1,4 +1,4 @@
-"""A target's own update rule: run alone on whole params, repeatable, copied with all its state."""
+"""A target's own update rule: run without ranks, repeatable, copied with its state."""
 
 import random
 from copy import deepcopy
@@ -39,7 +39,7 @@ def build(named, scenario):
 
 
 class Counting(torch.optim.Optimizer):
-    """Steps by a count that its group keeps, with state in bf16."""
+    """Optimizer that uses a count in its group, with state in bf16."""
 
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr, "count": torch.tensor(0.0)})
@@ -58,7 +58,7 @@ def count(named, scenario):
 
 
 class TestSteps:
-    def test_a_function_steps_each_param_by_its_groups_settings(self):
+    def test_function_gets_the_settings_of_the_param_group(self):
         spec = OptimizerSpec(name="own", lr=0.1, groups=(ParamGroupSpec(match="b", lr=0.5),))
 
         def descend(param, grad, state, settings):
@@ -69,7 +69,7 @@ class TestSteps:
         assert stepper.masters["w"].tolist() == pytest.approx([0.9, 1.9])
         assert stepper.masters["b"].tolist() == pytest.approx([2.5])
 
-    def test_a_class_and_a_function_give_the_same_bits(self):
+    def test_class_and_function_give_the_same_bits(self):
         pair = stepper_of(step=adamw_step), stepper_of(build=build)
         for value in (1.0, -3.0, 0.5):
             for each in pair:
@@ -78,14 +78,14 @@ class TestSteps:
         assert all(torch.equal(first.masters[n], second.masters[n]) for n in first.masters)
         assert first.state()["w"].keys() == {"step", "exp_avg", "exp_avg_sq"}
 
-    def test_a_warm_up_scales_the_rates_of_a_class(self):
+    def test_warm_up_scales_the_rates_of_a_class(self):
         stepper = stepper_of(build=count)
         stepper.step({"b": torch.ones(1), "w": torch.ones(2)}, factor=0.5)
         assert stepper.masters["b"].tolist() == pytest.approx(
             [2.95], rel=1e-3
         )  # The sum is in bf16.
 
-    def test_a_gradient_is_as_it_was_after_a_rule_that_writes_to_it(self):
+    def test_rule_that_writes_to_the_gradient_changes_a_copy(self):
         grad = torch.ones(2)
         stepper = stepper_of(step=lambda param, grad, state, settings: param.sub_(grad.mul_(2)))
         stepper.step({"w": grad})
@@ -94,7 +94,7 @@ class TestSteps:
 
 class TestCopies:
     @pytest.mark.parametrize("copied", [deepcopy, Stepper.fork])
-    def test_have_state_of_groups_and_its_dtypes_and_move_by_themselves(self, copied):
+    def test_have_group_state_and_step_independently(self, copied):
         stepper = stepper_of(build=count)
         step(stepper)
         twin = copied(stepper)
@@ -105,7 +105,7 @@ class TestCopies:
         step(stepper)
         assert torch.equal(stepper.masters["w"], twin.masters["w"])
 
-    def test_state_that_only_a_function_reads_is_found_by_it(self):
+    def test_read_state_returns_state_of_groups(self):
         def of_groups(optimizer, named):
             (group,) = optimizer.param_groups
             return {"w": {"count": group["count"]}}
@@ -114,7 +114,7 @@ class TestCopies:
         step(stepper)
         assert stepper.state() == {"w": {"count": torch.tensor(1.0)}, "b": {}}
 
-    def test_pick_no_group_of_which_nothing_is_picked(self):
+    def test_skip_groups_without_picked_params(self):
         spec = OptimizerSpec(name="own", lr=0.1, groups=(ParamGroupSpec(match="b", lr=0.5),))
 
         def grouped(named, scenario):
@@ -135,13 +135,13 @@ class TestRefusals:
             step(stepper_of(**rule))
 
     @pytest.mark.parametrize("draw", [lambda: torch.rand(1), random.random])
-    def test_of_random_numbers(self, draw):
+    def test_random_numbers(self, draw):
         def noisy(param, grad, state, settings):
             param.add_(float(draw()))
 
         self.refused("the rule to use no random numbers", step=noisy)
 
-    def test_of_state_that_no_copy_has(self):
+    def test_state_outside_the_copies(self):
         counts = []
 
         def hidden(param, grad, state, settings):
@@ -150,34 +150,34 @@ class TestRefusals:
 
         self.refused("other bits of the value of param 'w'", step=hidden)
 
-    def test_of_what_raises_with_its_place(self):
+    def test_exception_with_its_location(self):
         def broken(param, grad, state, settings):
             param.add_(torch.ones(7))
 
         self.refused(r"RuntimeError: .*test_own_rule.py:\d+", step=broken)
 
-    def test_of_an_optimizer_without_some_params(self):
+    def test_optimizer_without_some_params(self):
         def some(named, scenario):
             return OwnAdamW([named["w"]], **settings_of(scenario.optimizer))
 
         self.refused("exactly one param group, .* wrong for b", build=some)
 
-    def test_of_what_is_no_optimizer(self):
+    def test_object_that_is_not_an_optimizer(self):
         self.refused("an optimizer with param_groups, state, step", build=lambda *_: object())
 
-    def test_of_a_group_without_a_rate(self):
+    def test_group_without_a_rate(self):
         def unrated(named, scenario):
             return torch.optim.Optimizer(named.values(), {})
 
         self.refused("'lr' in every param group", build=unrated)
 
-    def test_of_no_rule(self):
+    def test_missing_rule(self):
         with pytest.raises(UsageError, match="`reference_step` or `reference_optimizer`"):
             Stepper(SPEC, params={"w": torch.ones(1)})
 
 
 class TestProcessGroups:
-    def test_do_not_exist_for_a_rule_and_do_after_it(self):
+    def test_do_not_exist_during_a_rule(self):
         seen = []
 
         def look(param, grad, state, settings):
@@ -191,7 +191,7 @@ class TestProcessGroups:
             assert world.run(rank) == [True, True]
         assert set(seen) == {False}
 
-    def test_are_refused_to_a_rule_that_asks_for_one(self):
+    def test_rule_that_uses_one_is_refused(self):
         def ask(param, grad, state, settings):
             param.div_(dist.get_world_size())
 

@@ -1,4 +1,4 @@
-"""The parts of one model in the oracle: one norm, one clipping, one skip."""
+"""Parts of one model in the oracle: common norm, clipping and skips."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ class Two(nn.Module):
 
 
 class Constant:
-    """Each rank has the same gradient at every step."""
+    """Workload with the same gradient on each rank at every step."""
 
     def __init__(self, grad):
         self.grad = grad
@@ -42,7 +42,7 @@ class Constant:
 
 
 def parts(*grads, **optim):
-    """One part a gradient, of two ranks; `shared` counts in the first alone."""
+    """Return a part of two ranks per gradient; `shared` counts only in the first."""
     case = Scenario(
         schema=1,
         model=ModelSpec(name="mlp"),
@@ -55,8 +55,8 @@ def parts(*grads, **optim):
     ]
 
 
-def test_the_norm_is_over_all_parts():
-    """3, 3 and 4: the copy in the second part is left out."""
+def test_norm_is_over_all_parts():
+    """3, 3 and 4; the copy in the second part is excluded."""
     first, second = step_together(parts(3.0, 4.0), [None, None])
     assert first.norm.item() == second.norm.item() == pytest.approx(34**0.5)
     assert {name: master.item() for name, master in second.masters.items()} == {
@@ -65,17 +65,17 @@ def test_the_norm_is_over_all_parts():
     }
 
 
-def test_all_are_clipped_by_it():
+def test_all_parts_are_clipped_by_the_common_norm():
     _, second = step_together(parts(3.0, 4.0, clip_norm=34**0.5 / 2), [None, None])
     assert [master.item() for master in second.masters.values()] == pytest.approx([-2.0, -2.0])
 
 
-def test_zeros_of_all_parts():
+def test_zeros_are_counted_over_all_parts():
     assert [taken.measured.zeros for taken in step_together(parts(0.0, 0.0), [None] * 2)] == [3, 3]
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_an_overflow_in_one_is_skipped_by_all(bad):
+def test_overflow_in_one_part_skips_in_all(bad):
     grads = [1.0, 1.0]
     grads[bad] = torch.inf
     references = parts(*grads, loss_scale=LossScaleSpec(initial=8.0))
@@ -83,7 +83,7 @@ def test_an_overflow_in_one_is_skipped_by_all(bad):
     assert [taken.loss_scale for taken in step_together(references, [None] * 2)] == [4.0, 4.0]
 
 
-def test_an_overflow_where_nothing_counts_is_an_overflow():
+def test_overflow_of_uncounted_params_skips():
     (alone,) = parts(torch.inf, loss_scale=LossScaleSpec(initial=8.0))
     alone._uncounted = ("own", "shared")
     taken = alone.step()
@@ -91,15 +91,15 @@ def test_an_overflow_where_nothing_counts_is_an_overflow():
     assert taken.norm.item() == 0
 
 
-def test_one_part_alone_is_a_step():
+def test_single_part_is_a_plain_step():
     (one,), (other,) = parts(3.0), parts(3.0)
     (together,), alone = step_together([one], [None]), other.step()
     assert torch.equal(together.norm, alone.norm)
     assert torch.equal(together.masters["own"], alone.masters["own"])
 
 
-def test_the_certificate_is_over_all_terms():
-    """Each part alone is far from a tie; their sum is next to one."""
+def test_certificate_is_over_all_terms():
+    """Each part is far from a tie; their sum is near one."""
     # Norms in fp32 are 2**-23 apart above 1, so the middle of 1 and its successor is 1 + 2**-24.
     square = (1 + 2.0**-24) ** 2
     first = measure(torch.tensor([0.5], dtype=torch.float32))

@@ -1,4 +1,4 @@
-"""The reference lays params where it is told, and that decides the bits of a product."""
+"""Memory layout of params in the reference, which decides the bits of a product."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from zero_sim.reference.placement import (
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("address", [0, 4, 20, 60])
-def test_a_param_moves_to_the_address_with_its_values(dtype, address):
+def test_param_moves_to_the_address_with_its_values(dtype, address):
     param = nn.Parameter(torch.arange(15).reshape(3, 5).to(dtype))
     before = param.detach().clone()
     wanted = MemoryLayout(address, (5, 1))
@@ -24,7 +24,7 @@ def test_a_param_moves_to_the_address_with_its_values(dtype, address):
     assert torch.equal(param.detach(), before)
 
 
-def test_a_param_that_is_not_named_or_has_no_elements_stays():
+def test_unnamed_and_empty_params_stay():
     stays, empty = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0))
     place = stays.data_ptr()
     move_params({"stays": stays, "empty": empty}, {"empty": MemoryLayout(4, (1,))})
@@ -47,7 +47,7 @@ def test_equal_addresses_give_equal_products_on_one_row():
 
 
 @pytest.mark.parametrize("strides", [(3, 1), (1, 2)])
-def test_a_param_takes_the_strides_too(strides):
+def test_param_gets_the_strides_too(strides):
     values = torch.arange(6.0).view(2, 3)
     param = nn.Parameter(values.clone())
     move_params({"w": param}, {"w": MemoryLayout(8, strides)})

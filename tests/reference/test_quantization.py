@@ -1,4 +1,4 @@
-"""Params in fp8 by definition: the scale of a whole master, and its values."""
+"""Params in fp8 by definition: the scale of a full master, and its values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SGD = OptimizerSpec(name="sgd", lr=0.25)
 
 
 class TestScale:
-    """A power of two from the greatest magnitude."""
+    """Scale: a power of two from the greatest magnitude."""
 
     @pytest.mark.parametrize(
         ("dtype", "master", "scale"),
@@ -37,25 +37,25 @@ class TestScale:
         ],
     )
     def test_values(self, dtype, master, scale):
-        """At the borders of the formats, and where there is nothing to scale by."""
+        """The borders of the formats, and masters without a usable magnitude."""
         assert scale_for(torch.tensor(master), dtype=dtype).item() == scale
 
 
 class TestEncode:
-    """Values are clamped, then rounded."""
+    """Values, clamped and then rounded."""
 
-    def test_of_a_known_master(self):
-        """17 lies between 16 and 18; 1e4 is beyond e4m3."""
+    def test_known_master(self):
+        """17 is midway between 16 and 18; 1e4 is beyond e4m3."""
         values = encode(torch.tensor([34.0, -1e4, 3.0]), scale=torch.tensor(2.0), dtype=E4M3)
         assert values.dtype is E4M3
         assert decode(values, scale=torch.tensor(2.0)).tolist() == [32.0, -896.0, 3.0]
 
 
 class TestSteps:
-    """What the oracle says of a run."""
+    """Steps of the oracle with fp8 params."""
 
-    def test_masters_start_as_what_the_params_stand_for(self, make_scenario):
-        """With lr 0 in effect, as all is frozen but a bias."""
+    def test_masters_start_as_the_decoded_params(self, make_scenario):
+        """All weights are frozen, so their masters do not move."""
         module = build_workload(make_scenario("fp8", blocks=1)).build()
         freeze = tuple(
             FreezeSpec(param=f"0.{part}.weight", start=0, stop=9) for part in ("up", "down")
@@ -71,7 +71,7 @@ class TestSteps:
             assert torch.equal(result.params[name].view(torch.uint8), param.view(torch.uint8))
 
     def test_params_follow_their_masters(self, make_scenario):
-        """Each step has a scale of its own, and what it holds is within half a unit of e4m3."""
+        """Each step has a new scale, and the values are within half a unit of e4m3."""
         scenario = make_scenario("fp8", fp8_format="e4m3", optim=SGD)
         reference = Reference(scenario, workload=build_workload(scenario))
         for _ in range(3):
@@ -83,8 +83,8 @@ class TestSteps:
                 error = (param.float() * scale - master).abs()
                 assert bool((error <= (master.abs() / 16).clamp(min=scale * 2.0**-10)).all())
 
-    def test_goes_on_in_another_world(self, make_scenario):
-        """Scales are state, and come along: that of a frozen param is no function of its master."""
+    def test_scales_are_kept_when_continued(self, make_scenario):
+        """Scales are state: that of a frozen param does not follow from its master."""
         freeze = (FreezeSpec(param="0.up.weight", start=0, stop=9),)
         scenario = make_scenario("fp8", freeze=freeze, optim=SGD)
         one, two = (Reference(scenario, workload=build_workload(scenario)) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The ranks that both references replay."""
+"""Ranks that both references replay."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def contributions(ranks, step=0):
         return ranks.replay(step, scale=None)
 
 
-def test_every_rank_has_a_loss_a_micro_batch():
+def test_every_rank_has_a_loss_per_micro_batch():
     local = contributions(ranks_of(case(run=RunSpec(micro_batches=2))))
     assert local.losses.keys() == {(rank, micro) for rank in range(3) for micro in range(2)}
 
 
-def test_a_sum_is_over_all_ranks():
+def test_sum_is_over_all_ranks():
     local = contributions(ranks_of(case(system=SystemSpec(divide="none"))))
     grads = local.reduce(LINEAR, orders={})
     for name, grad in grads.items():
@@ -54,7 +54,7 @@ def test_a_sum_is_over_all_ranks():
 
 @pytest.mark.parametrize("scale", [None, 4.0])
 def test_losses_are_scaled_by_the_rows_of_all_ranks(scale):
-    """5 ranks, two of which have one micro-batch: 1 + 2 + 3 + 1 + 2 rows, of 3 ranks twice."""
+    """5 ranks, two with a single micro-batch: 1 + 2 + 3 + 1 + 2 rows, of 3 ranks twice."""
     run = RunSpec(micro_batches=2, own_micro_batches=(2, 1))
     data = DataSpec(rows=1, uneven_rows=True, loss="sum")
     scenario = case(world=WorldSpec(size=5), run=run, data=data)
@@ -75,8 +75,8 @@ def test_losses_are_scaled_by_the_rows_of_all_ranks(scale):
     assert torch.equal(half[0].losses[0], whole[0].losses[0])
 
 
-def test_a_factor_of_the_second_loss_is_none_of_the_main_one():
-    """With a factor of 0 the layer of the second loss alone has no gradient."""
+def test_second_loss_factor_does_not_scale_the_main_loss():
+    """With a factor of 0, only the layer of the second loss has no gradient."""
     scenario = case(model={"name": "multi-token"})
     with isolated():
         rules = Rules(scale_second=lambda at: 0.0)
@@ -86,7 +86,7 @@ def test_a_factor_of_the_second_loss_is_none_of_the_main_one():
     assert replay.rounds[0]["trunk.weight"].any()
 
 
-def test_what_is_frozen_sums_to_zeros():
+def test_frozen_params_sum_to_zeros():
     name = next(iter(ranks_of(case()).params()))
     spans = (FreezeSpec(param=name, start=0, stop=1),)
     local = contributions(ranks_of(case(model={"freeze": spans})))
@@ -94,7 +94,7 @@ def test_what_is_frozen_sums_to_zeros():
     assert not local.reduce(LINEAR, orders={})[name].any()
 
 
-def test_to_freeze_what_is_not_there_is_refused():
+def test_freezing_an_unknown_param_is_refused():
     spans = (FreezeSpec(param="nobody", start=0, stop=1),)
     with pytest.raises(ScenarioError, match="'nobody'"):
         ranks_of(case(model={"freeze": spans}))

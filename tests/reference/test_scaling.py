@@ -21,17 +21,16 @@ def scales(outcomes, *, initial, interval):
 
 
 def test_doubles_after_good_steps_in_a_row():
-    """Two of them; then counting starts anew."""
+    """Two steps; then the count starts again."""
     assert scales([True] * 5, initial=4.0, interval=2) == [4, 4, 8, 8, 16]
 
 
-def test_an_overflow_halves_and_counts_anew():
+def test_overflow_halves_and_resets_the_count():
     """The good step before it is forgotten."""
     assert scales([True, False, True, True, True], initial=4.0, interval=2) == [4, 4, 2, 2, 4]
 
 
 def test_never_below_one():
-    """However often it overflows."""
     assert scales([False] * 4, initial=4.0, interval=2) == [4, 2, 1, 1]
 
 
@@ -48,19 +47,18 @@ AT = LossRows(rows=2, rank_rows=5, step_rows=12, micro_batches=2, world_size=3, 
         (lambda at: at.rows / at.rank_rows, 2 / 5),
     ],
 )
-def test_a_loss_is_multiplied_by_what_the_rule_counts(rule, factor):
-    """Of the step that it belongs to."""
+def test_loss_factor_follows_the_rule(rule, factor):
     assert loss_factor(rule, AT) == factor
 
 
 @pytest.mark.parametrize("bad", [None, True, float("nan"), "0.5"])
-def test_a_factor_is_a_finite_number(bad):
-    """Anything else names the function."""
+def test_factor_must_be_a_finite_number(bad):
+    """The message names the function."""
     with pytest.raises(UsageError, match=r"Numerics\.scale_loss to return a finite number"):
         loss_factor(lambda at: bad, AT)
 
 
-def test_a_bad_factor_of_a_second_loss_names_its_own_field():
+def test_bad_factor_of_the_second_loss_names_its_field():
     with pytest.raises(UsageError, match=r"Numerics\.scale_second to return a finite number"):
         loss_factor(lambda at: None, AT, declared="scale_second")
 
@@ -76,6 +74,6 @@ TERMS = (torch.tensor(3.0), torch.tensor(5.0))
         (TERMS[:1], LossFactors(main=2.0, second=4.0), 6.0),
     ],
 )
-def test_terms_of_a_loss_have_a_factor_each(terms, factors, scaled):
-    """The second one that of the main loss, if it has none of its own."""
+def test_each_loss_term_has_a_factor(terms, factors, scaled):
+    """The second term uses the main factor if it has none of its own."""
     assert float(factors.scaled(terms)) == scaled

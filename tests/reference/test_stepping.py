@@ -1,4 +1,4 @@
-"""The optimizer step, by hand."""
+"""Optimizer steps by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zero_sim.workloads import transformer as walkthrough
 
 
 class TestSgd:
-    """Dyadic numbers, so that every value is exact."""
+    """SGD with dyadic numbers, so that every value is exact."""
 
     def test_momentum_accumulates(self):
         """w = 1, lr = momentum = 1/2, gradient 1 twice: buffer 1, 3/2; w 1/2, -1/4."""
@@ -30,8 +30,8 @@ class TestSgd:
             )
         assert seen == [(0.5, 1.0), (-0.25, 1.5)]
 
-    def test_momentum_leaves_the_gradient_alone(self):
-        """The buffer is torch's own tensor, not the one handed in."""
+    def test_momentum_does_not_change_the_gradient(self):
+        """The buffer is torch's own tensor, not the argument."""
         spec = OptimizerSpec(name="sgd", lr=0.5, momentum=0.5)
         stepper = Stepper(spec, params={"w": torch.tensor([1.0])})
         grad = torch.tensor([1.0])
@@ -39,7 +39,7 @@ class TestSgd:
         stepper.step({"w": torch.tensor([1.0])})
         assert grad.item() == 1.0
 
-    def test_weight_decay_pulls_also_without_a_gradient(self):
+    def test_weight_decay_applies_to_a_zero_gradient(self):
         """A zero gradient counts: w - lr * decay * w."""
         spec = OptimizerSpec(name="sgd", lr=0.5, weight_decay=0.5)
         stepper = Stepper(spec, params={"w": torch.tensor([4.0])})
@@ -47,18 +47,17 @@ class TestSgd:
         assert stepper.masters["w"].item() == 3.0
 
     def test_plain_sgd_keeps_no_state_tensors(self):
-        """Nothing to compare where there is no momentum."""
         stepper = Stepper(OptimizerSpec(name="sgd"), params={"w": torch.ones(1)})
         stepper.step({"w": torch.ones(1)})
         assert stepper.state() == {"w": {}}
 
 
 class TestAdam:
-    """The first step has a closed form: w - lr * g / (|g| + eps)."""
+    """Adam, whose first step has a closed form: w - lr * g / (|g| + eps)."""
 
     @pytest.mark.parametrize("grad", [3.0, -0.5, 1e-8])
     def test_first_step(self, grad):
-        """Moments (1 - beta) * g and (1 - beta2) * g^2; bias correction undoes the betas."""
+        """Moments are (1 - beta) * g and (1 - beta2) * g^2; bias correction removes the betas."""
         spec = OptimizerSpec(name="adam", lr=0.1, betas=(0.8, 0.9), eps=1e-8)
         stepper = Stepper(spec, params={"w": torch.tensor([1.0])})
         stepper.step({"w": torch.tensor([grad])})
@@ -80,7 +79,7 @@ class TestAdam:
             w -= 0.1 * (m / (1 - 0.8**count)) / (math.sqrt(v / (1 - 0.9**count)) + 1e-8)
         assert stepper.masters["w"].item() == pytest.approx(w, rel=1e-6)
 
-    def test_adamw_decays_apart_from_the_gradient(self):
+    def test_adamw_decay_is_separate_from_the_gradient(self):
         """With a zero gradient AdamW still shrinks w by lr * decay, exactly: 4 * (1 - 1/4)."""
         spec = OptimizerSpec(name="adamw", lr=0.5, weight_decay=0.5)
         stepper = Stepper(spec, params={"w": torch.tensor([4.0])})
@@ -88,7 +87,7 @@ class TestAdam:
         assert stepper.masters["w"].item() == 3.0
 
     def test_adam_decays_through_the_gradient(self):
-        """There the decay is normalised away: the first step is lr long."""
+        """Adam normalizes the decay away, so the first step has length lr."""
         spec = OptimizerSpec(name="adam", lr=0.5, weight_decay=0.5)
         stepper = Stepper(spec, params={"w": torch.tensor([4.0])})
         stepper.step({"w": torch.zeros(1)})
@@ -97,11 +96,11 @@ class TestAdam:
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
 class TestMasters:
-    """Copies in fp32, of any shape."""
+    """Masters: copies in fp32, of any shape."""
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_master_is_an_fp32_copy(self, name, dtype):
-        """The param handed in is not touched, also where nothing is to be cast."""
+        """The param is not changed, even if no cast is needed."""
         param = torch.ones(2, dtype=dtype)
         stepper = Stepper(OptimizerSpec(name=name), params={"w": param})
         stepper.step({"w": torch.ones(2)})
@@ -109,7 +108,6 @@ class TestMasters:
         assert torch.equal(param, torch.ones(2, dtype=dtype))
 
     def test_empty_and_scalar_masters_step(self, name):
-        """A zero-element param neither fails nor hinders the others."""
         params = {"empty": torch.ones(0, 3), "scalar": torch.ones(())}
         stepper = Stepper(OptimizerSpec(name=name, lr=0.5), params=params)
         stepper.step({key: torch.ones_like(value) for key, value in params.items()})
@@ -118,7 +116,7 @@ class TestMasters:
 
 
 class TestWalkthrough:
-    """One Adam step of W_q, with the gradients that the walkthrough gives."""
+    """An Adam step of W_q with the walkthrough's gradients."""
 
     @pytest.fixture
     def stepper(self):
@@ -130,7 +128,7 @@ class TestWalkthrough:
         return stepper
 
     def test_weights_to_three_decimals(self, stepper):
-        """All 16 as printed."""
+        """All 16 weights equal the printed ones."""
         rounded = stepper.masters["W_q"].double().round(decimals=3)
         expected = torch.tensor(walkthrough.W_Q_AFTER_ADAM, dtype=torch.float64)
         assert torch.equal(rounded, expected.round(decimals=3))
@@ -144,7 +142,7 @@ class TestWalkthrough:
 
 
 class TestEveryOptimizer:
-    """First step from w = 1 with gradient 2 and lr 0.1, from each paper's formula."""
+    """First step from w = 1 with gradient 2 and lr 0.1, by each paper's formula."""
 
     @pytest.mark.parametrize(
         ("name", "expected"),
@@ -159,7 +157,7 @@ class TestEveryOptimizer:
         ],
     )
     def test_first_step(self, name, expected):
-        """Moments start at zero; corrections for that, where there are any, undo it."""
+        """Moments start at zero; bias correction, if any, compensates."""
         stepper = Stepper(OptimizerSpec(name=name, lr=0.1), params={"w": torch.ones(1)})
         stepper.step({"w": torch.tensor([2.0])})
         assert stepper.masters["w"].item() == pytest.approx(expected, rel=1e-6, abs=1e-6)
@@ -180,7 +178,7 @@ class TestEveryOptimizer:
         assert stepper.masters["w"].item() == 0.25
 
     def test_amsgrad_keeps_the_largest_moment(self):
-        """After gradients 2 and 0 the largest second moment is the first one."""
+        """After gradients 2 and 0, the largest second moment is the first."""
         spec = OptimizerSpec(name="adam", amsgrad=True)
         stepper = Stepper(spec, params={"w": torch.ones(1)})
         stepper.step({"w": torch.tensor([2.0])})
@@ -191,15 +189,15 @@ class TestEveryOptimizer:
         assert state["exp_avg_sq"] < first
 
     def test_momentum_of_rmsprop(self):
-        """Its buffer holds the normalised gradient: 2 / 0.2."""
+        """The buffer contains the normalized gradient: 2 / 0.2."""
         spec = OptimizerSpec(name="rmsprop", lr=0.1, momentum=0.5)
         stepper = Stepper(spec, params={"w": torch.ones(1)})
         stepper.step({"w": torch.tensor([2.0])})
         assert stepper.state()["w"]["momentum_buffer"].item() == pytest.approx(10.0, rel=1e-6)
 
     @pytest.mark.parametrize("name", [n for n in get_args(OptimizerName) if n != "own"])
-    def test_a_master_without_gradient_is_left_alone(self, name):
-        """Value and state, `step` included; without any, no state is made in a step."""
+    def test_master_without_gradient_is_unchanged(self, name):
+        """Value and state, including `step`, stay; a step creates no state without a gradient."""
         decay = 0.0 if name == "rprop" else 0.5
         stepper = Stepper(
             OptimizerSpec(name=name, weight_decay=decay),
@@ -219,8 +217,8 @@ class TestEveryOptimizer:
     @pytest.mark.parametrize(
         "name", [n for n in get_args(OptimizerName) if n not in (*WHOLE_PARAM_OPTIMIZERS, "own")]
     )
-    def test_pieces_step_like_the_whole(self, name):
-        """None of these looks at more than one element."""
+    def test_pieces_step_like_the_full_param(self, name):
+        """These optimizers are elementwise."""
         decay = 0.0 if name == "rprop" else 0.1
         spec = OptimizerSpec(name=name, lr=0.1, weight_decay=decay)
         draws = torch.randn(4, 37, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Muon and LAMB of the reference are those of their papers, and have the bits of the system's."""
+"""Muon and LAMB in the reference: as in their papers, with the bits of the system."""
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ def drawn(*shape, seed=0):
 
 @pytest.mark.parametrize("shape", [(4, 4), (3, 7), (9, 2), (1, 5), (5, 1)])
 def test_newton_schulz_brings_singular_values_near_one(shape):
-    """Its coefficients bring them to between 0.68 and 1.14, as its author says, and no nearer."""
+    """The coefficients give values from 0.68 to 1.14, according to their author."""
     values = torch.linalg.svdvals(newton_schulz(drawn(*shape), eps=1e-8))
     assert values.min() > 0.65
     assert values.max() < 1.2
 
 
-def test_it_keeps_the_singular_vectors():
+def test_newton_schulz_keeps_the_singular_vectors():
     matrix = drawn(4, 6)
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
     made = u.mT @ newton_schulz(matrix, eps=1e-8) @ v.mT
@@ -43,7 +43,7 @@ def test_muon_scales_a_tall_matrix_by_the_root_of_its_sides():
     assert torch.equal(tall.masters["w"], newton_schulz(drawn(8, 2), eps=1e-8) * -2.0)
 
 
-def test_lamb_steps_as_far_as_a_param_is_long():
+def test_lamb_step_is_proportional_to_the_param_norm():
     stepper = Stepper(OptimizerSpec(name="lamb", lr=0.1), params={"w": torch.tensor([3.0, 4.0])})
     stepper.step({"w": torch.tensor([7.0, -2.0])})
     moved = stepper.masters["w"] - torch.tensor([3.0, 4.0])
@@ -51,7 +51,7 @@ def test_lamb_steps_as_far_as_a_param_is_long():
 
 
 @pytest.mark.parametrize(("start", "grad"), [(0.0, 1.0), (2.0, 0.0)])
-def test_lamb_steps_as_adam_does_where_a_norm_is_zero(start, grad):
+def test_lamb_steps_as_adam_if_a_norm_is_zero(start, grad):
     stepper = Stepper(OptimizerSpec(name="lamb", lr=0.1), params={"w": torch.full((2,), start)})
     stepper.step({"w": torch.full((2,), grad)})
     assert stepper.masters["w"].tolist() == pytest.approx([start - 0.1 * grad] * 2)
@@ -69,8 +69,8 @@ SHAPES = [(3, 5), (7,), (2, 3, 4), (0,), (), (6, 2), (0, 3)]
     ],
     ids=["muon", "plain-muon", "lamb"],
 )
-def test_whole_params_have_its_bits_in_the_system(spec):
-    """Written twice, from the papers; over shards, scenarios compare them."""
+def test_system_has_the_bits_of_the_reference(spec):
+    """Both are written from the papers; scenarios compare them over shards."""
     params = {f"p{index}": drawn(*shape, seed=index) for index, shape in enumerate(SHAPES)}
     stepper = Stepper(spec, params=params)
     leaves = [torch.nn.Parameter(param.clone()) for param in params.values()]
@@ -91,7 +91,7 @@ def test_whole_params_have_its_bits_in_the_system(spec):
             assert torch.equal(system.state[leaf][key], value)
 
 
-def test_a_place_in_a_flat_buffer_changes_no_bit():
+def test_position_in_a_flat_buffer_does_not_affect_the_bits():
     flat = drawn(64)
     for start in range(5):
         part = flat[start : start + 15]
@@ -102,7 +102,7 @@ def test_a_place_in_a_flat_buffer_changes_no_bit():
         assert torch.equal(trust_ratio(part, part * 3), trust_ratio(part.clone(), part * 3))
 
 
-def test_groups_have_settings_of_their_own():
+def test_groups_have_their_own_settings():
     groups = (ParamGroupSpec(match="b", lr=0.0),)
     stepper = Stepper(
         OptimizerSpec(name="lamb", lr=0.1, groups=groups),
