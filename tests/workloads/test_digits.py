@@ -1,4 +1,4 @@
-"""The handwritten digits: split, deal and the missing package."""
+"""Handwritten digits: split, distribution to ranks, and the missing package."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def deal(workload, *, step, ranks, micros):
     )
 
 
-def test_one_image_in_five_is_held_out():
-    """1,797 images: 1,437 to learn from, 360 held out."""
+def test_a_fifth_of_the_images_is_held_out():
+    """1,797 images: 1,437 for training, 360 held out."""
     split = load_split()
     assert (len(split.train.classes), len(split.held_out.classes)) == (1437, 360)
 
@@ -34,8 +34,8 @@ def test_pixels_lie_between_zero_and_one():
     assert (pixels.min().item(), pixels.max().item()) == (0.0, 1.0)
 
 
-def test_step_deals_no_image_twice(make_scenario):
-    """Over 100 steps, more than one epoch of them, each step's 3 x 2 x 8 images are distinct."""
+def test_images_of_a_step_are_distinct(make_scenario):
+    """Over 100 steps, more than one epoch, each step's 3 x 2 x 8 images are distinct."""
     scenario = make_scenario(
         "digits", data=DataSpec(rows=8), world=WorldSpec(size=3), run=RunSpec(micro_batches=2)
     )
@@ -44,7 +44,7 @@ def test_step_deals_no_image_twice(make_scenario):
         assert len(deal(workload, step=step, ranks=3, micros=2).unique()) == 48
 
 
-def test_epoch_deals_all_whole_steps(make_scenario):
+def test_epoch_consists_of_full_steps(make_scenario):
     """1,437 images give 29 steps of 48, all distinct; step 29 starts the next permutation."""
     scenario = make_scenario("digits", data=DataSpec(rows=16), world=WorldSpec(size=3))
     workload = build_workload(scenario)
@@ -55,12 +55,12 @@ def test_epoch_deals_all_whole_steps(make_scenario):
 
 
 def test_step_larger_than_the_data_wraps(make_scenario):
-    """More rows than images: every image comes, some of them again."""
+    """With more rows than images, every image is used, some more than once."""
     scenario = make_scenario("digits", data=DataSpec(rows=800), world=WorldSpec(size=2))
     assert len(deal(build_workload(scenario), step=0, ranks=2, micros=1).unique()) == 1437
 
 
-def test_missing_package_says_what_to_install(make_scenario, monkeypatch):
+def test_missing_package_names_the_extra_to_install(make_scenario, monkeypatch):
     load_split.cache_clear()
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(EnvironmentProblem, match=r'pip install "zero-sim\[digits\]"'):
@@ -74,7 +74,7 @@ def test_other_workloads_do_not_need_the_package(make_scenario, monkeypatch):
 
 
 def test_accuracy_counts_right_guesses(make_scenario):
-    """A module that always says class 3 is right on the threes."""
+    """A module that always answers class 3 is right on the threes."""
     workload = build_workload(make_scenario("digits"))
     classes = load_split().held_out.classes
 

@@ -30,11 +30,11 @@ def test_seed_fits_manual_seed(make_scenario):
 
 
 def test_seed_is_the_same_in_every_process():
-    """Seeds do not hang on Python's hash seed: this value was printed by another process."""
+    """Seeds do not depend on Python's hash seed; another process printed this value."""
     assert named_seed(7, "data", 1, 2, 3) == 8945149532413841483
 
 
-def test_seed_ignores_the_rank_where_ranks_share_data(make_scenario):
+def test_seed_ignores_the_rank_if_ranks_share_data(make_scenario):
     """Ranks with the same data have the same randomness in forward."""
     scenario = make_scenario("mlp", data=DataSpec(ranks="same"))
     assert seed_of(scenario, step=0, rank=0, micro=0) == seed_of(scenario, step=0, rank=3, micro=0)
@@ -42,7 +42,7 @@ def test_seed_ignores_the_rank_where_ranks_share_data(make_scenario):
 
 @pytest.mark.parametrize("name", ["mlp", "params", "transformer-260", "digits", "unusual", "fp8"])
 @pytest.mark.parametrize("ranks", ["distinct", "same"])
-def test_nan_goes_where_the_scenario_says(make_scenario, name, ranks):
+def test_nan_is_planted_at_the_given_step_and_rank(make_scenario, name, ranks):
     """Only the first element of micro-batch 0 of that rank and step is a NaN."""
     data = DataSpec(ranks=ranks, nan=NanSpec(step=1, rank=1))
     workload = build_workload(make_scenario(name, shapes=((0,), (2, 3)), data=data))
@@ -56,8 +56,8 @@ def test_nan_goes_where_the_scenario_says(make_scenario, name, ranks):
 
 
 @pytest.mark.parametrize("name", ["mlp", "params", "transformer-260", "digits", "unusual", "fp8"])
-def test_nan_goes_to_the_element_of_the_micro_batch_that_is_named(make_scenario, name):
-    """Counted round, where the inputs have fewer elements."""
+def test_nan_is_planted_at_the_given_micro_batch_and_element(make_scenario, name):
+    """The index wraps around if the inputs have fewer elements."""
 
     def flat(micro, *, element):
         nan = NanSpec(step=0, rank=0, micro_batch=1, element=element)
@@ -72,7 +72,7 @@ def test_nan_goes_to_the_element_of_the_micro_batch_that_is_named(make_scenario,
 
 
 def test_nan_in_bare_params_stays_in_one_of_them(make_scenario):
-    """So that a shard of the gradient is finite, and whoever looks at it alone goes on."""
+    """One shard of the gradient stays finite, so a rank that checks only it misses the NaN."""
     nan = NanSpec(step=0, rank=0, element=7)
     workload = build_workload(make_scenario("params", shapes=((2,), (4,)), data=DataSpec(nan=nan)))
     module = workload.build()

@@ -1,4 +1,4 @@
-"""Workloads whose gradients are whole numbers of a unit, within the budget, for any params."""
+"""Workloads whose gradients are whole multiples of a unit, within the budget."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def all_gradients(workload, module, *, ranks, micros):
 
 @pytest.fixture
 def drawn(make_scenario):
-    """Return a workload, a module of it, and all ranks' gradients."""
+    """Return a workload, a module, and all ranks' gradients."""
 
     def draw(name, *, ranks=3, micros=2, data=None, dtype="bf16", **model):
         if name != "ternary":
@@ -61,12 +61,12 @@ def test_one_bit_of_a_param_changes_its_hashed_gradient(drawn, dtype):
         module.p3.view(width).bitwise_xor_(1)
     changed = gradients(workload, module) != grads[0]
     assert not changed[:13].any()
-    # Of the many values that a hash may take, few collide.
+    # Hashes take many values, so few collide.
     assert changed[13:].float().mean() > 0.9
 
 
-def test_one_bit_of_the_ternary_net_shows_soon(drawn):
-    """A third of all flips leave a hash as it is; the others change what the net computes."""
+def test_most_bit_flips_change_the_ternary_net(drawn):
+    """A third of all flips do not change a hash; the others change the output."""
     workload, module, grads = drawn("ternary", ranks=1, micros=1)
     seen = 0
     for row in range(8):
@@ -77,8 +77,8 @@ def test_one_bit_of_the_ternary_net_shows_soon(drawn):
     assert seen >= 6
 
 
-def test_the_batch_split_does_not_matter_to_the_ternary_net(drawn):
-    """Not so for the usual networks: other shapes take other kernels, which round otherwise."""
+def test_ternary_net_does_not_depend_on_the_batch_split(drawn):
+    """Usual networks depend on it, because kernels for other shapes round differently."""
     workload, _, _ = drawn("ternary", ranks=1)
     batch = workload.batch(step=0, rank=0, micro=0)
     rows = workload.build()
@@ -98,7 +98,7 @@ def test_the_batch_split_does_not_matter_to_the_ternary_net(drawn):
 
 
 def _zero_hash(dtype):
-    """Return a value that hashes to 0 at each of the kernel's places, (8, 1, 3)."""
+    """Return values that hash to 0 at each of the kernel's positions, (8, 1, 3)."""
     values = (torch.arange(-64, 65) / 32).to(dtype)
     kernel = torch.empty(24, dtype=dtype)
     for place in range(24):

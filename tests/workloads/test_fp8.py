@@ -1,4 +1,4 @@
-"""Weights in fp8: which formats, what they stand for, and what their gradient is."""
+"""Weights in fp8: formats, scales and gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def weights_of(module):
     [("e4m3", E4M3, E4M3), ("e5m2", E5M2, E5M2), ("mixed", E4M3, E5M2)],
 )
 def test_formats(make_scenario, fp8_format, up, down):
-    """Of the matrices into and out of the inner layers."""
+    """Formats of the matrices into and out of the inner layers."""
     module = build_workload(make_scenario("fp8", fp8_format=fp8_format, blocks=2)).build()
     dtypes = {name: param.dtype for name, param in weights_of(module).items()}
     assert dtypes == {f"{i}.{part}.weight": dtype for i in (0, 1)
@@ -34,7 +34,7 @@ def test_biases_are_in_the_working_dtype(make_scenario):
 
 
 def test_weights_fill_their_format(make_scenario):
-    """The initial scale is neither 1 nor a power of two, and the greatest value the format's."""
+    """The initial scale is not a power of two, and the greatest value is the format's maximum."""
     module = build_workload(make_scenario("fp8")).build()
     for name, weight in weights_of(module).items():
         scale = module.get_buffer(f"{name}_scale")
@@ -45,8 +45,8 @@ def test_weights_fill_their_format(make_scenario):
 @pytest.mark.parametrize(
     ("dtype", "torch_dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)]
 )
-def test_gradient_is_that_of_the_product(make_scenario, dtype, torch_dtype):
-    """As of a module that holds the products themselves, in the working dtype, not rounded."""
+def test_gradient_equals_that_of_the_product(make_scenario, dtype, torch_dtype):
+    """The reference is a module with the products as weights, in the working dtype."""
     workload = build_workload(make_scenario("fp8", dtype=dtype))
     module = workload.build()
     batch = workload.batch(step=0, rank=0, micro=0)
@@ -64,7 +64,7 @@ def test_gradient_is_that_of_the_product(make_scenario, dtype, torch_dtype):
         assert param.grad.any()
 
 
-def test_scale_counts(make_scenario):
+def test_scale_affects_the_loss(make_scenario):
     workload = build_workload(make_scenario("fp8"))
     module, batch = workload.build(), workload.batch(step=0, rank=0, micro=0)
     before = workload.loss(module, batch).item()

@@ -1,4 +1,4 @@
-"""A module with a buffer by which its forward multiplies."""
+"""Modules with a buffer as a factor of their forward."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ NAMES = USED_BY["model.buffer"]
 
 @pytest.fixture(params=NAMES)
 def pair(request, make_scenario):
-    """The workloads of one case without a buffer and with a saved one."""
+    """Return the workloads of a case without a buffer and with a saved buffer."""
     return [
         build_workload(make_scenario(request.param, shapes=((3,), (2, 2)), buffer=buffer))
         for buffer in ("none", "saved")
@@ -19,7 +19,7 @@ def pair(request, make_scenario):
 
 
 def outputs_of(workload):
-    """What the loss calls the module for."""
+    """Return the module and its output in a loss."""
     outputs = []
     module = workload.build()
     module.register_forward_hook(lambda *call: outputs.append(call[-1]))
@@ -40,12 +40,12 @@ def test_params_are_the_same(pair):
 
 
 @pytest.mark.parametrize(("buffer", "is_saved"), [("saved", True), ("rebuilt", False)])
-def test_only_a_saved_one_is_in_checkpoints(make_scenario, buffer, is_saved):
+def test_only_a_saved_buffer_is_in_checkpoints(make_scenario, buffer, is_saved):
     module = build_workload(make_scenario("mlp", buffer=buffer)).build()
     assert ("gain" in module.state_dict()) == is_saved
 
 
-def test_each_module_has_its_own(make_scenario):
+def test_each_module_has_its_own_buffer(make_scenario):
     workload = build_workload(make_scenario("mlp", buffer="saved"))
     one, two = workload.build(), workload.build()
     one.gain.fill_(0)

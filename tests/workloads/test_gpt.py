@@ -24,7 +24,7 @@ def test_first_block_is_used_twice(make_scenario):
     assert used == [0, 0, 1]
 
 
-def test_positions_see_no_later_token(make_scenario):
+def test_positions_do_not_attend_to_later_tokens(make_scenario):
     workload = build_workload(make_scenario("gpt", hidden=4))
     module, tokens = workload.build(), torch.tensor([[1, 2, 3], [1, 2, 4]])
     one, other = module(tokens)
@@ -33,8 +33,8 @@ def test_positions_see_no_later_token(make_scenario):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_our_own_system_trains_it(stage):
-    """At stage 3, the block and the embedding are gathered again where they are used again."""
+def test_own_system_passes(stage):
+    """At stage 3, the block and the embedding are gathered again for their second use."""
     case = Scenario(
         schema=1,
         model=ModelSpec(name="gpt", hidden=2, blocks=1),

@@ -34,7 +34,7 @@ def test_block_adds_to_its_input(make_scenario):
     assert torch.equal(module(x), x)
 
 
-def test_layers_are_of_torch(make_scenario):
+def test_layers_are_torch_linear(make_scenario):
     """Systems may wrap or replace layers by their type."""
     module = build_workload(make_scenario("mlp", hidden=2)).build()
     layers = [type(part) for part in module.modules() if not list(part.children())]

@@ -1,4 +1,4 @@
-"""A mixture of experts, of which each rank builds its share."""
+"""Mixture of experts, where each rank builds its share."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_experts_have_global_names_and_other_params_are_on_all_ranks():
         assert torch.equal(first[name], second[name])
 
 
-def test_an_expert_is_the_same_however_many_ranks_share_them():
+def test_experts_do_not_depend_on_ep():
     alone = named(workload_of(ep=1).build())
     for ep in (2, 4):
         workload = workload_of(ep=ep)
@@ -44,14 +44,14 @@ def test_experts_differ():
     assert not any(torch.equal(a, b) for a in weights for b in weights if a is not b)
 
 
-def test_the_router_is_fp32_whatever_the_others_are():
+def test_router_is_always_fp32():
     params = named(workload_of(dtype="bf16").build())
     dtypes = {name: param.dtype for name, param in params.items()}
     assert dtypes.pop("router") == torch.float32
     assert set(dtypes.values()) == {torch.bfloat16}
 
 
-def test_a_token_moves_the_expert_that_it_chose_and_no_other():
+def test_token_gives_gradients_only_to_its_expert():
     workload = workload_of(ep=2)
     module = build_module(workload, expert_index=1)
     batch = workload.batch(step=0, rank=1, micro=0)
@@ -66,7 +66,7 @@ def test_a_token_moves_the_expert_that_it_chose_and_no_other():
     assert not grads["experts.2.linear.weight"].any()
 
 
-def test_every_expert_gets_gradients_from_the_usual_batch():
+def test_default_batch_gives_gradients_to_every_expert():
     workload = workload_of(ep=2)
     for index in range(2):
         module = build_module(workload, expert_index=index)
@@ -75,6 +75,6 @@ def test_every_expert_gets_gradients_from_the_usual_batch():
             assert param.grad.count_nonzero() >= 0.25 * param.numel(), name
 
 
-def test_experts_that_cannot_be_dealt_out_evenly_are_refused():
+def test_uneven_experts_per_rank_are_refused():
     with pytest.raises(UsageError, match=r"got 3 for ep=2. Try 4"):
         workload_of(ep=2, experts=3)

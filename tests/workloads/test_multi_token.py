@@ -1,4 +1,4 @@
-"""The language model with a second loss, and systems that scale it."""
+"""Language model with a second loss, and systems that scale it."""
 
 from itertools import islice
 
@@ -21,7 +21,7 @@ def workload(make_scenario):
     return build_workload(make_scenario("multi-token", hidden=2))
 
 
-def test_terms_are_weighted_cross_entropies_of_the_next_token_and_the_one_after(workload):
+def test_terms_are_weighted_cross_entropies_of_the_next_two_tokens(workload):
     module, batch = workload.build(), workload.batch(step=0, rank=0, micro=0)
     terms = loss_terms(workload, module, batch)
     factors = (1, SECOND_WEIGHT)
@@ -50,7 +50,7 @@ def test_loss_is_the_sum_of_both(workload):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_our_own_system_trains_it(stage):
+def test_own_system_passes(stage):
     case = Scenario(
         schema=1,
         model=ModelSpec(name="multi-token", hidden=2),
@@ -64,7 +64,7 @@ def test_our_own_system_trains_it(stage):
 
 
 def split_over_cp(does, numerics=None, *, count=10):
-    """Return a target that takes both terms, and drawn cases of it with a cp above 1."""
+    """Return a target that takes both terms, and drawn cases for it with a cp above 1."""
     target = Target(does, numerics, models=("multi-token",))
     cases = draws(drawn_cases(target, ranks_max=4), seed="second loss")
     return target, list(islice((case for case in cases if case.topology.cp > 1), count))
@@ -74,17 +74,17 @@ def over_cp(engine):
     return 1 / engine.cp
 
 
-def test_a_second_loss_that_is_left_as_it_is_passes_in_drawn_cases():
+def test_unscaled_second_loss_passes():
     target, cases = split_over_cp({})
     assert {run_case(case, target=target).verdict for case in cases} == {"pass"}
 
 
-def test_a_second_loss_that_is_divided_by_cp_once_too_often_fails_in_drawn_cases():
-    # Few, because each of them is explained.
+def test_second_loss_divided_twice_by_cp_fails():
+    # Only a few, because each failure is explained.
     target, cases = split_over_cp({"second": over_cp}, count=3)
     assert {run_case(case, target=target).verdict for case in cases} == {"fail"}
 
 
-def test_a_second_loss_that_is_declared_to_be_divided_by_cp_passes_in_drawn_cases():
+def test_declared_division_of_the_second_loss_by_cp_passes():
     target, cases = split_over_cp({"second": over_cp}, Numerics(scale_second="1/cp"))
     assert {run_case(case, target=target).verdict for case in cases} == {"pass"}

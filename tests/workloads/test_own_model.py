@@ -1,4 +1,4 @@
-"""Models that a target brings, as workloads."""
+"""Models of a target, as workloads."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def make_own(make_scenario):
     return make
 
 
-def test_default_inits_are_the_same_in_each_build_and_leave_the_generator_alone(make_own):
+def test_default_inits_are_repeatable_and_keep_the_generator(make_own):
     before = torch.random.get_rng_state()
     workload = make_own()
     one, two = workload.build(), workload.build()
@@ -67,14 +67,14 @@ def test_loss_may_have_a_second_term(make_own):
     assert torch.equal(workload.loss(module, batch), main + second)
 
 
-def test_params_of_a_name_are_those_of_the_model_that_it_stands_for_now(make_own, make_scenario):
+def test_params_follow_the_current_model_of_a_name(make_own, make_scenario):
     make_own()
     assert params_of(make_scenario("own:m").model) == (("weight", (1, 2)), ("bias", (1,)))
     make_own(TINY)
     assert len(params_of(make_scenario("own:m").model)) == 5
 
 
-def test_a_name_that_no_target_brought_is_an_error(make_scenario):
+def test_unknown_own_model_is_refused(make_scenario):
     with pytest.raises(UsageError, match="contains 'own:absent'"):
         build_workload(make_scenario("own:absent"))
 
@@ -99,18 +99,18 @@ def test_a_name_that_no_target_brought_is_an_error(make_scenario):
         ({"build": lambda: nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))}, "0.running_mean"),
     ],
 )
-def test_functions_that_are_not_pure_are_told(make_own, functions, message):
+def test_impure_or_invalid_functions_are_refused(make_own, functions, message):
     with pytest.raises(UsageError, match=message):
         make_own(**functions).build()
 
 
-def test_a_loss_that_changes_from_call_to_call_is_told(make_own):
+def test_loss_that_changes_between_calls_is_refused(make_own):
     factors = iter((1.0, 2.0))
     with pytest.raises(UsageError, match="a function of its arguments"):
         make_own(loss=lambda module, x: module(x).sum() * next(factors))
 
 
-def test_a_nan_is_planted_in_a_model_without_floating_inputs(make_scenario):
+def test_nan_is_planted_without_floating_inputs(make_scenario):
     make_known({"own:m": TINY})
     data = DataSpec(nan=NanSpec(step=0, rank=1))
     workload = build_workload(make_scenario("own:m", data=data))

@@ -21,8 +21,8 @@ def test_gradient_is_c_times_p_plus_d(make_scenario):
 
 
 @pytest.mark.parametrize("name", ["params", "bit-hash"])
-def test_params_may_be_plain_tensors_by_now(make_scenario, name):
-    """Wrappers that shard a module put views of a gathered buffer in the place of its params."""
+def test_params_may_be_replaced_by_plain_tensors(make_scenario, name):
+    """Wrappers that shard a module replace its params by views of a gathered buffer."""
     workload = build_workload(make_scenario(name, shapes=SHAPES))
     module, batch = workload.build(), workload.batch(step=0, rank=0, micro=0)
     expected = workload.loss(module, batch)
@@ -40,15 +40,15 @@ def test_shapes_are_kept(make_scenario):
 
 
 def test_empty_params_get_an_empty_gradient(make_scenario):
-    """One element among empty params is enough to train."""
+    """A single element among empty params is enough to train."""
     workload = build_workload(make_scenario("params", shapes=((0,), (), (0, 3))))
     module = workload.build()
     workload.loss(module, workload.batch(step=0, rank=0, micro=0)).backward()
     assert [tuple(param.grad.shape) for param in module.parameters()] == [(0,), (), (0, 3)]
 
 
-def test_no_params_at_all_can_be_built(make_scenario):
-    """The module is empty and its loss constant: whoever trains it has to say so."""
+def test_module_without_params_can_be_built(make_scenario):
+    """The module is empty and its loss constant; the trainer has to refuse it."""
     workload = build_workload(make_scenario("params", shapes=()))
     module = workload.build()
     loss = workload.loss(module, workload.batch(step=0, rank=0, micro=0))
@@ -60,17 +60,17 @@ SHAPES = ((2,), (3,), ())
 
 
 def grads_of(workload, **at):
-    """Gradients of one micro-batch by the params' names; None of what its loss does not read."""
+    """Return gradients of a micro-batch by name; None for params that its loss does not use."""
     module = workload.build()
     workload.loss(module, workload.batch(**{"step": 0, "rank": 0, "micro": 0, **at})).backward()
     return {name: param.grad for name, param in module.named_parameters()}
 
 
 class TestTied:
-    """Two places of one param."""
+    """Params with two names."""
 
     def test_both_names_are_one_param(self, make_scenario):
-        """It comes once among the params, and twice among their names."""
+        """A param is listed once, with two names."""
         module = build_workload(make_scenario("params", shapes=SHAPES, tied=("p2", "p0"))).build()
         every = dict(module.named_parameters(remove_duplicate=False))
         assert [name for name, _ in module.named_parameters()] == ["p0", "p1", "p2"]
@@ -78,8 +78,8 @@ class TestTied:
         assert every["again.p0"] is every["p0"]
         assert every["again.p2"] is every["p2"]
 
-    def test_gradient_is_the_sum_over_both_places(self, make_scenario):
-        """Each place has factors of its own, those of second names behind all others."""
+    def test_gradient_is_the_sum_over_both_uses(self, make_scenario):
+        """Each use has its own factors; those of second names come last."""
         workload = build_workload(make_scenario("params", shapes=SHAPES, tied=("p2", "p0")))
         p, batch = workload.build(), workload.batch(step=0, rank=0, micro=0)
         c, d = (factors.split([2, 3, 1, 1, 2]) for factors in batch.inputs)
@@ -88,8 +88,8 @@ class TestTied:
         torch.testing.assert_close(grads["p0"], (c[0] + c[4]) * first + d[0] + d[4])
         torch.testing.assert_close(grads["p2"].reshape(1), (c[2] + c[3]) * last + d[2] + d[3])
 
-    def test_what_is_not_tied_has_the_bits_that_it_has_without(self, make_scenario):
-        """Initial ones: they are drawn before anything is tied."""
+    def test_other_params_are_not_affected(self, make_scenario):
+        """Initial values are drawn before any param is tied."""
         plain = build_workload(make_scenario("params", shapes=SHAPES)).build()
         tied = build_workload(make_scenario("params", shapes=SHAPES, tied=("p1",))).build()
         for one, other in zip(plain.parameters(), tied.parameters(), strict=True):
@@ -97,17 +97,17 @@ class TestTied:
 
 
 class TestReaders:
-    """Which loss reads which param."""
+    """Params by the losses that use them."""
 
     def test_unused_param_has_no_gradient(self, make_scenario):
-        """On no rank, and zeros are none."""
+        """The gradient is None on every rank, not zeros."""
         workload = build_workload(make_scenario("params", shapes=SHAPES, unused=("p1",)))
         for rank in (0, 1):
             grads = grads_of(workload, rank=rank)
             assert {name for name, grad in grads.items() if grad is None} == {"p1"}
 
-    def test_one_rank_alone_reads_its_param(self, make_scenario):
-        """In each of its micro-batches, or in the one that is named."""
+    def test_one_rank_param_is_used_only_on_its_rank(self, make_scenario):
+        """The rank uses it in each micro-batch, or only in the given one."""
         ones = (OneRankSpec(param="p1", rank=1), OneRankSpec(param="p2", rank=1, micro_batch=0))
         workload = build_workload(
             make_scenario("params", shapes=SHAPES, one_rank=ones, run=RunSpec(micro_batches=2))
@@ -128,8 +128,8 @@ class TestReaders:
             (1, 1): {"p0", "p1"},
         }
 
-    def test_others_have_the_factors_that_they_have_without(self, make_scenario):
-        """So that a case differs from its plain one in what is said of it alone."""
+    def test_unused_param_does_not_affect_the_factors_of_others(self, make_scenario):
+        """A case thus differs from its plain form only in the named params."""
         plain = grads_of(build_workload(make_scenario("params", shapes=SHAPES)))
         grads = grads_of(build_workload(make_scenario("params", shapes=SHAPES, unused=("p1",))))
         assert torch.equal(plain["p0"], grads["p0"])

@@ -1,4 +1,4 @@
-"""A sum whose terms share one gradient tensor."""
+"""Sum whose terms share a gradient tensor."""
 
 from itertools import islice
 
@@ -9,8 +9,8 @@ from zero_sim.rules.judging import run_case
 from zero_sim.workloads import build_workload
 
 
-def test_gradient_of_position_is_that_of_the_product(make_scenario):
-    """In one memory, which a hook may change."""
+def test_terms_share_the_gradient_tensor(make_scenario):
+    """The gradients share memory, which a hook may change."""
     workload = build_workload(make_scenario("positional", hidden=2))
     module, seen = workload.build(), []
     module.position.register_hook(lambda grad: grad.fill_(1.0))
@@ -20,8 +20,8 @@ def test_gradient_of_position_is_that_of_the_product(make_scenario):
     assert seen[0].equal(batch.inputs)
 
 
-def test_an_engine_with_in_place_hooks_is_found():
-    """Within 50 cases of any model; the first one is far below."""
+def test_engine_with_in_place_hooks_is_found():
+    """50 cases of any model suffice; the first failure is much earlier."""
     target = InPlaceHooks()
     cases = islice(draws(drawn_cases(target), seed="3"), 50)
     results = (run_case(case, target=target) for case in cases)

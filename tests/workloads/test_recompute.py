@@ -22,7 +22,7 @@ def calls_of(module, name):
 
 @pytest.mark.parametrize("recompute", KINDS)
 @pytest.mark.parametrize("name", [*BLOCKS, "transformer-260"])
-def test_gradients_have_the_bits_of_kept_activations(make_scenario, name, recompute):
+def test_recomputed_gradients_equal_those_of_kept_activations(make_scenario, name, recompute):
     workload = build_workload(make_scenario(name, recompute=recompute))
     kept = grads_of(workload, keep_activations(workload.build()))
     assert all(map(torch.equal, grads_of(workload, workload.build()), kept))
@@ -30,7 +30,7 @@ def test_gradients_have_the_bits_of_kept_activations(make_scenario, name, recomp
 
 @pytest.mark.parametrize("recompute", KINDS)
 @pytest.mark.parametrize("name", BLOCKS)
-def test_a_block_runs_again_in_backward(make_scenario, name, recompute):
+def test_block_runs_again_in_backward(make_scenario, name, recompute):
     workload = build_workload(make_scenario(name, recompute=recompute))
     module = workload.build()
     calls = calls_of(module, BLOCKS[name])
@@ -39,7 +39,7 @@ def test_a_block_runs_again_in_backward(make_scenario, name, recompute):
 
 
 @pytest.mark.parametrize("recompute", KINDS)
-def test_a_block_that_is_used_twice_has_no_reentrant_checkpoint(make_scenario, recompute):
+def test_block_used_twice_has_no_reentrant_checkpoint(make_scenario, recompute):
     workload = build_workload(make_scenario("gpt", recompute=recompute))
     module = workload.build()
     calls = calls_of(module, "layers.0")
@@ -47,7 +47,7 @@ def test_a_block_that_is_used_twice_has_no_reentrant_checkpoint(make_scenario, r
     assert len(calls) == {"reentrant": 2, "non-reentrant": 4}[recompute]
 
 
-def test_under_no_grad_nothing_is_kept(make_scenario):
+def test_no_grad_keeps_no_graph(make_scenario):
     workload = build_workload(make_scenario("mlp", recompute="reentrant"))
     with torch.no_grad():
         loss = workload.loss(workload.build(), workload.batch(step=0, rank=0, micro=0))

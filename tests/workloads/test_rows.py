@@ -1,4 +1,4 @@
-"""How many rows a micro-batch has, and what its loss is of them."""
+"""Rows of a micro-batch, and its loss as a function of them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NAMES = ["mlp", "params", "transformer-260", "digits", "unusual", "fp8"]
 
 @pytest.mark.parametrize("name", NAMES)
 class TestRows:
-    """Batches say their rows."""
+    """Row counts of batches."""
 
     def test_even(self, make_scenario, name):
         workload = build_workload(make_scenario(name, shapes=((3,),), data=DataSpec(rows=5)))
         assert [workload.batch(step=0, rank=r, micro=1).rows for r in range(4)] == [5] * 4
 
     def test_uneven(self, make_scenario, name):
-        """Rank r has r % 3 more; inputs and targets have that many, but bare params' factors."""
+        """Rank r has r % 3 more rows in inputs and targets, except for factors of bare params."""
         data = DataSpec(rows=5, uneven_rows=True)
         workload = build_workload(make_scenario(name, shapes=((3,),), data=data))
         batches = [workload.batch(step=0, rank=rank, micro=1) for rank in range(5)]
@@ -31,8 +31,8 @@ class TestRows:
             assert [len(batch.inputs) for batch in batches] == [5, 6, 7, 5, 6]
             assert [len(batch.targets) for batch in batches] == [5, 6, 7, 5, 6]
 
-    def test_the_last_step_of_an_epoch_is_short(self, make_scenario, name):
-        """Half of five rows, rounded down; and r % 3 more as in any other step."""
+    def test_last_step_of_an_epoch_is_short(self, make_scenario, name):
+        """Half of five rows, rounded down, plus r % 3 as in any other step."""
         data = DataSpec(rows=5, uneven_rows=True, epoch_steps=3)
         workload = build_workload(make_scenario(name, shapes=((3,),), data=data))
         rows = [
@@ -48,7 +48,7 @@ class TestRows:
         assert torch.equal(one.inputs, two.inputs)
 
     def test_infinity_instead_of_a_nan(self, make_scenario, name):
-        """The first element of rank 1's first micro-batch."""
+        """It is the first element of rank 1's first micro-batch."""
         data = DataSpec(nan=NanSpec(step=1, rank=1, value="inf"))
         workload = build_workload(make_scenario(name, shapes=((3,),), data=data))
         flat = workload.batch(step=1, rank=1, micro=0).inputs.reshape(-1)
@@ -58,7 +58,7 @@ class TestRows:
 
 @pytest.mark.parametrize("name", ["mlp", "params"])
 def test_losses_are_multiples_of_the_mean(make_scenario, name):
-    """Five rows on rank 1; and a mean divided by two ranks, which is exact."""
+    """Rank 1 has five rows; a mean divided by two ranks is exact."""
     losses = []
     for loss in ("mean", "sum", "mean-of-ranks"):
         data = DataSpec(rows=4, uneven_rows=True, loss=loss)
@@ -70,8 +70,8 @@ def test_losses_are_multiples_of_the_mean(make_scenario, name):
     assert mean == 2 * of_ranks
 
 
-def test_uneven_digits_are_dealt_once(make_scenario):
-    """A step of 2, 3 and 4 rows twice, and one image after the other."""
+def test_uneven_digits_are_distinct(make_scenario):
+    """Steps of 2, 3 and 4 rows twice use every image once."""
     scenario = make_scenario(
         "digits",
         data=DataSpec(rows=2, uneven_rows=True),
@@ -89,7 +89,7 @@ def test_uneven_digits_are_dealt_once(make_scenario):
     assert len(torch.cat(seen).unique()) == 3 * 18
 
 
-def test_rows_are_the_first_dim_unless_said():
+def test_rows_default_to_the_first_dim():
     inputs = torch.zeros(3, 2)
     assert Batch(inputs=inputs, targets=None).rows == 3
     assert Batch(inputs=inputs, targets=None, row_count=7).rows == 7

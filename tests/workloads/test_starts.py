@@ -1,4 +1,4 @@
-"""Which tensors of which ranks begin with other values."""
+"""Different initial values on ranks other than the first."""
 
 import torch
 from torch import nn
@@ -31,27 +31,27 @@ DENSE = {"dense", "frozen", "eights", "strided", "scale"}
 EXPERT = {"experts.0.weight", "experts.0.bias"}
 
 
-def test_the_first_rank_keeps_what_it_built():
+def test_first_rank_keeps_its_initial_values():
     assert overwritten(rank=0, ep=1) == set()
 
 
-def test_every_other_rank_begins_with_other_values():
+def test_other_ranks_start_with_other_values():
     assert overwritten(rank=1, ep=1) == DENSE | EXPERT
 
 
-def test_the_first_holder_of_a_share_of_experts_keeps_them():
+def test_first_rank_of_each_expert_group_keeps_its_experts():
     assert overwritten(rank=1, ep=2) == DENSE
     assert overwritten(rank=2, ep=2) == DENSE | EXPERT
 
 
-def test_a_param_keeps_its_memory():
+def test_params_keep_their_memory():
     net = Net()
     before = {name: param.data_ptr() for name, param in net.named_parameters()}
     make_distinct(net, rank=1, ep=1)
     assert {name: param.data_ptr() for name, param in net.named_parameters()} == before
 
 
-def test_a_module_that_is_yet_to_load_has_other_values_of_what_is_saved():
+def test_unloaded_module_has_other_values_for_saved_buffers():
     net = Net()
     net.register_buffer("rebuilt", torch.zeros(()), persistent=False)
     net.tied = net.dense

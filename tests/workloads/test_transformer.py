@@ -17,7 +17,7 @@ def workload(make_scenario):
     return build_workload(make_scenario("transformer-260"))
 
 
-def test_params_lie_at_the_walkthroughs_offsets(workload):
+def test_params_have_the_offsets_of_the_walkthrough(workload):
     """Names, order and sizes give the walkthrough's flat offsets."""
     params = dict(workload.build().named_parameters())
     stops = accumulate(param.numel() for param in params.values())
@@ -25,13 +25,13 @@ def test_params_lie_at_the_walkthroughs_offsets(workload):
     assert dict(zip(params, (stop - 1 for stop in stops), strict=True)) == last
 
 
-def test_given_weights_start_as_given(workload):
+def test_initial_weights_are_those_of_the_walkthrough(workload):
     params = dict(workload.build().named_parameters())
     for name, values in walkthrough.GIVEN.items():
         assert torch.equal(params[name].detach(), torch.tensor(values))
 
 
-def test_the_first_batch_of_rank_0_has_the_given_tokens(workload):
+def test_first_batch_of_rank_0_starts_with_the_given_tokens(workload):
     batch = workload.batch(step=0, rank=0, micro=0)
     assert torch.equal(batch.inputs[0], torch.tensor(walkthrough.INPUT))
     assert not torch.equal(batch.inputs[1], batch.inputs[0])
@@ -45,13 +45,13 @@ def test_all_other_batches_are_drawn(workload, place):
 
 
 def test_first_input_row_has_mean_0275_and_std_04146():
-    """Its deviation is not 0.398."""
+    """The deviation is not 0.398."""
     row = torch.tensor(walkthrough.INPUT[0])
     assert row.mean().item() == pytest.approx(0.275)
     assert row.std(correction=0).item() == pytest.approx(0.4146, abs=5e-5)
 
 
-def test_activations_are_noted_as_they_come(workload):
+def test_activations_are_recorded(workload):
     module, noted = workload.build(), {}
     inputs = workload.batch(step=0, rank=0, micro=0).inputs
     unnoted = module(inputs)
@@ -67,7 +67,7 @@ def test_activations_are_noted_as_they_come(workload):
 
 
 def test_layer_norm_subtracts_the_mean_and_divides_by_the_deviation():
-    """The first row normalised, with identity weights."""
+    """The first row, normalized with identity weights."""
     row = torch.tensor(walkthrough.INPUT[0])
     out = walkthrough.normalise(row, weight=torch.ones(4), bias=torch.zeros(4))
     expected = (row - 0.275) / 0.4146
@@ -81,6 +81,6 @@ def test_attention_mixes_tokens(workload):
     assert not torch.equal(module(inputs)[:, 0], module(changed)[:, 0])
 
 
-def test_gradients_given_average_to_the_mean_given():
+def test_given_gradients_have_the_given_mean():
     mean = torch.tensor(walkthrough.W_Q_GRADS, dtype=torch.float64).mean(0)
     assert torch.allclose(mean, torch.tensor(walkthrough.W_Q_GRAD_MEAN, dtype=torch.float64))

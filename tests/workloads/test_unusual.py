@@ -1,4 +1,4 @@
-"""The network of awkward params: each is what it says, and is used as it says."""
+"""Network of awkward params, each with its kind and its use."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def workload(make_scenario):
 
 
 def used(workload, **at):
-    """Return the names of the params that one micro-batch's loss reaches."""
+    """Return the names of the params that a micro-batch's loss reaches."""
     module = workload.build()
     workload.loss(module, workload.batch(step=0, **at)).backward()
     return {name for name, param in module.named_parameters() if param.grad is not None}
 
 
 class TestKinds:
-    """What is awkward about each."""
+    """Kinds of awkward params."""
 
     def test_tied_param_has_one_name(self, workload):
-        """The head's weight is the embedding itself, and comes once."""
+        """The head's weight is the embedding itself, and is listed once."""
         module = workload.build()
         names = [name for name, _ in module.named_parameters()]
         assert module.head.weight is module.embedding
@@ -44,7 +44,7 @@ class TestKinds:
         assert [name for name, param in params if not param.requires_grad] == ["frozen"]
 
     def test_shapes(self, workload):
-        """One without elements, one without dims, one that is not contiguous."""
+        """One has no elements, one has no dims, one is not contiguous."""
         params = dict(workload.build().named_parameters())
         assert [name for name, param in params.items() if not param.numel()] == ["empty"]
         assert [name for name, param in params.items() if not param.dim()] == ["scale"]
@@ -63,7 +63,7 @@ class TestKinds:
 
 
 class TestUse:
-    """Who uses what."""
+    """Params by the ranks and micro-batches that use them."""
 
     @pytest.mark.parametrize(
         ("rank", "micro", "sometimes"),
@@ -75,18 +75,18 @@ class TestUse:
         ],
     )
     def test_by_rank_and_micro_batch(self, workload, rank, micro, sometimes):
-        """`unused` never, `frozen` without a gradient."""
+        """`unused` is never used, and `frozen` has no gradient."""
         assert used(workload, rank=rank, micro=micro) == ALWAYS | sometimes
         assert workload.batch(step=0, rank=rank, micro=micro).uses == sometimes
 
     def test_shared_data_are_used_alike(self, make_scenario):
-        """Where all ranks see rank 0's data, they use what it uses."""
+        """If all ranks have rank 0's data, they use the same params."""
         workload = build_workload(make_scenario("unusual", data=DataSpec(ranks="same")))
         assert used(workload, rank=1, micro=0) == used(workload, rank=0, micro=0)
 
     @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
     def test_gradients_are_finite_and_mostly_nonzero(self, make_scenario, dtype):
-        """Those of used params, in each param's dtype."""
+        """Gradients of used params have the param's dtype."""
         workload = build_workload(make_scenario("unusual", dtype=dtype))
         module = workload.build()
         workload.loss(module, workload.batch(step=0, rank=0, micro=0)).backward()
@@ -97,7 +97,7 @@ class TestUse:
         assert flat.count_nonzero() >= 0.9 * flat.numel()
 
     def test_twice_differs_from_once(self, workload):
-        """The gradient has a part from each use: the loss is not linear in it locally."""
+        """Each use contributes to the gradient, so the loss is not linear in the param."""
         module = workload.build()
         batch = workload.batch(step=0, rank=0, micro=0)
         before = workload.loss(module, batch).item()

@@ -1,4 +1,4 @@
-"""What every workload owes, whatever its model."""
+"""Contract of every workload."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPES = ((3, 2), (), (0, 4), (5,))
 
 
 def test_every_model_is_registered():
-    """Names of scenarios, and of the registry."""
+    """The registry has exactly the names of scenarios."""
     assert registry._WORKLOADS.keys() == set(get_args(ModelName))
 
 
@@ -27,7 +27,7 @@ def bits_of(module):
 
 @pytest.mark.parametrize("name", NAMES)
 class TestEveryWorkload:
-    """Claims that hold for each of them."""
+    """Claims about every workload."""
 
     def test_builds_the_same_bits_each_time(self, make_scenario, name):
         """Two builds, and two workloads of one scenario, agree bit for bit."""
@@ -56,7 +56,7 @@ class TestEveryWorkload:
         assert torch.equal(torch.random.get_rng_state(), before)
 
     def test_batch_is_a_pure_function(self, make_scenario, name):
-        """Same arguments, same bits, whatever was asked between and however it was spoiled."""
+        """Equal arguments give equal bits, even after other calls and in-place changes."""
         workload = build_workload(make_scenario(name, shapes=SHAPES, run=RunSpec(micro_batches=2)))
         first = workload.batch(step=2, rank=1, micro=0)
         inputs = first.inputs.clone()
@@ -64,19 +64,19 @@ class TestEveryWorkload:
         workload.batch(step=90, rank=0, micro=1)
         assert torch.equal(workload.batch(step=2, rank=1, micro=0).inputs, inputs)
 
-    def test_ranks_see_distinct_data(self, make_scenario, name):
+    def test_ranks_have_distinct_data(self, make_scenario, name):
         workload = build_workload(make_scenario(name, shapes=SHAPES, run=RunSpec(micro_batches=2)))
         base = workload.batch(step=0, rank=0, micro=0).inputs
         for step, rank, micro in [(1, 0, 0), (0, 1, 0), (0, 0, 1)]:
             assert not torch.equal(workload.batch(step=step, rank=rank, micro=micro).inputs, base)
 
-    def test_ranks_see_the_same_data_on_request(self, make_scenario, name):
+    def test_ranks_have_the_same_data_on_request(self, make_scenario, name):
         workload = build_workload(make_scenario(name, shapes=SHAPES, data=DataSpec(ranks="same")))
         zero, one = (workload.batch(step=0, rank=rank, micro=0) for rank in (0, 1))
         assert torch.equal(zero.inputs, one.inputs)
 
     def test_only_the_digits_have_an_accuracy(self, make_scenario, name):
-        """The others have nothing held out."""
+        """Other models have no held-out data."""
         workload = build_workload(make_scenario(name, shapes=SHAPES))
         accuracy = workload.accuracy(workload.build())
         assert (accuracy is not None) == (name == "digits")
@@ -84,11 +84,11 @@ class TestEveryWorkload:
 
 @pytest.mark.parametrize("name", PLAIN)
 class TestEveryPlainWorkload:
-    """Claims that hold where every param is trained and used."""
+    """Claims about workloads that train and use every param."""
 
     @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
     def test_every_param_gets_a_gradient_in_its_dtype(self, make_scenario, name, dtype):
-        """The loss is a finite scalar and reaches each param, and a quarter of all elements."""
+        """The loss is a finite scalar that reaches each param and a quarter of all elements."""
         workload = build_workload(make_scenario(name, shapes=SHAPES, dtype=dtype))
         module = workload.build()
         loss = workload.loss(module, workload.batch(step=0, rank=0, micro=0))
