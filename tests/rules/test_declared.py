@@ -1,4 +1,4 @@
-"""Rules that findings say would fit."""
+"""Rules that fit, read from findings."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from zero_sim.judge.rules_tried import RulesTried, with_rules
 from zero_sim.rules.declared import declared_by, without_advice
 
 
-def test_what_is_to_be_declared_is_read_from_the_first_finding():
+def test_declaration_is_read_from_the_first_finding():
     detail = "more\nIf this is intended, declare Numerics(divide='pre', divide_by='tokens')"
     finding = Finding(check="equality.grad", message="", detail=detail)
     result = CaseResult(id="a", verdict="fail", seconds=0.0, findings=(finding,))
@@ -17,7 +17,7 @@ def test_what_is_to_be_declared_is_read_from_the_first_finding():
     assert declared_by(CaseResult(id="a", verdict="pass", seconds=0.0)) == []
 
 
-def test_alternatives_are_read_each_by_itself():
+def test_alternatives_are_read_separately():
     one = "If this is intended, declare Numerics(grads_told='before-division')"
     tried = RulesTried(assumed="divide = 'post'", tried=9, fitting=("divide = 'none'",))
     found = (Finding(check="equality.grad", message="", detail=f"a\n\nb\n{one}"),)
@@ -41,7 +41,7 @@ def test_alternatives_are_read_each_by_itself():
     ],
 )
 @pytest.mark.parametrize("blind", ["", "No rule is proposed: why"])
-def test_all_that_fits_is_read_whether_it_is_proposed_or_not(fitting, blind):
+def test_fitting_rules_are_read_even_if_not_proposed(fitting, blind):
     tried = RulesTried(assumed="clip = 'x'", tried=9, fitting=fitting, blind=blind)
     finding = Finding(check="equality.grad", message="", detail=tried.in_words())
     read = declared_by(CaseResult(id="a", verdict="fail", seconds=0.0, findings=(finding,)))

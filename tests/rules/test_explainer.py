@@ -1,4 +1,4 @@
-"""Explanations are loaded once something differs, in every way in, and fit all that is seen."""
+"""Explanations: loaded on the first difference, by every judge, and consistent with all values."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,13 +35,13 @@ def pool():
         yield worlds
 
 
-def test_a_case_that_passes_loads_no_explainer(pool):
+def test_passing_case_loads_no_explainer(pool):
     right = Target({"divide": "premul"}, Numerics(divide="premul"))
     backend = Simulated(worlds=pool, target=right, explainer="no_such_module:Explainer")
     assert judge_simulated(CASE, backend).verdict == "pass"
 
 
-def test_without_an_explainer_the_same_is_found_and_not_explained(pool):
+def test_findings_without_an_explainer_are_equal_but_unexplained(pool):
     plain = judge_simulated(CASE, Simulated(worlds=pool, target=PREMUL))
     result = run_case(CASE, pool=pool, target=PREMUL)
     assert [f.identity for f in plain.findings] == [f.identity for f in result.findings]
@@ -62,7 +62,7 @@ def test_every_judge_of_cases_explains(way_in):
 
 
 class RightSums(Engine):
-    """It reports the sums that are expected, and steps by others."""
+    """Engine that reports the expected sums and steps by other sums."""
 
     def zero_grad(self):
         super().zero_grad()
@@ -74,7 +74,7 @@ class RightSums(Engine):
             held = self.right.get(name)
             self.right[name] = param.grad.clone() if held is None else held + param.grad
             param.grad = None
-        # The same gradients once more, for the sums that it steps by.
+        # The same gradients again, for the sums that it steps by.
         for name, param in self.named.items():
             param.grad = self.right[name].clone()
         self.local = {name: grad.clone() for name, grad in self.right.items()}
@@ -97,20 +97,20 @@ class RightSumsTarget(Target):
         return RightSums(module, scenario, group, self.does)
 
 
-def test_gradients_that_agree_leave_only_rules_for_what_comes_after_them(pool):
-    """Since these are declared for both: for what is told, and for what is stepped by."""
+def test_equal_gradients_exclude_rules_about_gradients(pool):
+    """The explanation must fit both the reported gradients and the update."""
     in_fp32 = {"reduce": torch.float32, "tells no norm": True}
     target = RightSumsTarget(in_fp32, Numerics(grads_told="before-division"))
     (first, *_) = run_case(CASE, pool=pool, target=target).findings
     assert first.check in ("equality.master", "equality.state")
     assert "declare" not in first.detail
     assert "gradient" not in first.message
-    # Where it reports no gradients, nothing rules that out.
+    # If the engine reports no gradients, they cannot rule the explanation out.
     silent = Target({**in_fp32, "told": "not"}, target.numerics)
     assert "reduce_dtype='fp32'" in run_case(CASE, pool=pool, target=silent).findings[0].detail
 
 
-def test_a_rule_for_what_comes_after_gradients_that_agree_is_named(pool):
+def test_rule_about_the_update_is_named_if_gradients_agree(pool):
     target = Target({"divide": "postmul"}, Numerics(grads_told="before-division"))
     case = replace(CASE, model=ModelSpec(name="mlp", hidden=3, blocks=1))
     (first, *_) = run_case(case, pool=pool, target=target).findings

@@ -1,4 +1,4 @@
-"""Rules that are found by trying: those of a small system, and what it cannot be asked for."""
+"""Rules found by search: those of a small system, and the limits of its capabilities."""
 
 import math
 import re
@@ -20,11 +20,11 @@ from zero_sim.targets import Capabilities, Numerics, WholeParamEngine, settings_
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Only what one plain model, one optimizer and one order show: the search is the same."""
+    """Limit the search to a plain model, optimizer and order; the algorithm is the same."""
     monkeypatch.setattr(found_rules, "get_args", lambda literal: FEW.get(literal, ()))
     kept = ("optimizer.weight_decay", "optimizer.warmup_steps")
     monkeypatch.setattr(found_rules, "FOLLOWED", {p: found_rules.FOLLOWED[p] for p in kept})
-    # Many gradients take seconds; a test of its own has them all.
+    # Many gradients take seconds; a separate test uses them all.
     monkeypatch.setattr(norm_rules, "_NORM_CASES", 2)
     monkeypatch.setattr(norm_rules, "NORMS_MIN", 20)
     monkeypatch.setattr(found_rules, "NORMS_MIN", 20)
@@ -43,7 +43,7 @@ FEW = {
 }
 
 
-def test_the_rules_of_a_system_are_found(quick):
+def test_rules_of_a_system_are_found(quick):
     does = {"divide": "premul-fp32", "sync": "every", "told in": torch.float32}
     found = find_rules(Target(does))
     assert found.numerics["divide"] == "premul-fp32"
@@ -58,11 +58,11 @@ def test_the_rules_of_a_system_are_found(quick):
 
 
 def of_sums(engine, wide):
-    """A norm of sums of the elements, whose bits no known form has."""
+    """Compute a norm from sums of the elements, a form that is not known."""
     return torch.stack([grad.float().abs().sum() for grad in wide.values()]).norm()
 
 
-def test_a_norm_of_no_known_form_is_taken_as_told(quick):
+def test_norm_of_unknown_form_is_taken_as_reported(quick):
     found = find_rules(Target({"norm": of_sums}))
     assert found.numerics["norm"] == "told"
     assert (
@@ -72,7 +72,7 @@ def test_a_norm_of_no_known_form_is_taken_as_told(quick):
 
 
 def of_long_ones(engine, wide):
-    """A norm of elements, but for long gradients, of which it is the next number."""
+    """Compute a norm of elements, but return the next fp32 number for long gradients."""
     elems = sum(grad.numel() for grad in wide.values())
     squares = sum(float(grad.double().square().sum()) for grad in wide.values())
     norm = torch.tensor(squares**0.5, dtype=torch.float32)
@@ -80,7 +80,7 @@ def of_long_ones(engine, wide):
 
 
 @pytest.mark.parametrize(("norm", "rule"), [({}, None), ({"norm": of_long_ones}, "told")])
-def test_a_norm_rule_holds_on_200_random_gradients_half_of_them_long(norm, rule):
+def test_norm_rule_is_tested_on_200_random_gradients(norm, rule):
     with WorldPool() as pool:
         found = found_rules._Search(target=Target(norm), pool=pool)
         found.base = changed(BASE, system={"stage": 0})
@@ -96,7 +96,7 @@ def test_a_norm_rule_holds_on_200_random_gradients_half_of_them_long(norm, rule)
     assert len(set(sizes.values())) > 5
 
 
-def test_a_norm_that_too_few_gradients_show_is_taken_as_told(quick, monkeypatch):
+def test_norm_with_too_few_gradients_is_taken_as_reported(quick, monkeypatch):
     monkeypatch.setattr(norm_rules, "NORMS_MIN", 1000)
     monkeypatch.setattr(found_rules, "NORMS_MIN", 1000)
     found = find_rules(Target({}))
@@ -108,7 +108,7 @@ def test_a_norm_that_too_few_gradients_show_is_taken_as_told(quick, monkeypatch)
 
 
 class Divides(Engine):
-    """It cuts each param into as many equal parts as there are ranks."""
+    """Engine that cuts each param into equal parts for all ranks."""
 
     def __init__(self, module, scenario, group, does):
         for param in module.parameters():
@@ -121,7 +121,7 @@ class OfEqualParts(Target):
         return Divides(module, scenario, group, self.does)
 
 
-def test_a_check_of_sizes_is_a_limit_and_no_fault(quick):
+def test_assertion_about_sizes_is_a_limit(quick):
     found = find_rules(OfEqualParts({"divide": "premul-fp32"}))
     assert found.alarms == []
     assert found.contradicted == []
@@ -134,15 +134,15 @@ def test_a_check_of_sizes_is_a_limit_and_no_fault(quick):
     assert found.capabilities["models"] == ("mlp",)
 
 
-def test_a_norm_that_is_declared_as_told_is_no_contradiction(quick, monkeypatch):
+def test_declared_reported_norm_is_not_contradicted(quick, monkeypatch):
     monkeypatch.setattr(found_rules, "_ALTERNATIVES", {"norm": ("of-elements", "of-params")})
     found = find_rules(Target({}, Numerics(norm="told")))
     assert found.numerics["norm"] == "told"
     assert found.contradicted == []
 
 
-def test_a_number_that_changes_nothing_here_is_as_declared(quick):
-    """Division by 3 in one go, or by 2 and by 1.5, of which the first is exact."""
+def test_number_without_effect_stays_as_declared(quick):
+    """One division by 3, or by 2 and by 1.5; the first of the two is exact."""
     does = {"divide": "post-rounded", "told": "after-division"}
     said = Numerics(divide="post-rounded", predivide_by=2.0, grads_told="after-division")
     found = find_rules(Target(does, said))
@@ -151,14 +151,14 @@ def test_a_number_that_changes_nothing_here_is_as_declared(quick):
 
 
 class OneDtype(Target):
-    """Weight decay is for bf16 alone."""
+    """Target that supports weight decay only in bf16."""
 
     def refuses(self, scenario):
         if scenario.optimizer.weight_decay and scenario.model.dtype != "bf16":
             yield Problem(path="optimizer.weight_decay", message="it is for bf16 alone.")
 
 
-def test_what_is_asked_in_one_dtype_alone_is_tried_there(quick):
+def test_option_of_a_single_dtype_is_tried_in_it(quick):
     found = find_rules(OneDtype())
     assert "optimizer.weight_decay" in found.capabilities["follows"]
 
@@ -169,14 +169,14 @@ class Refusing(Target):
             yield Problem(path="optimizer.weight_decay", message="not with this one.")
 
 
-def test_what_is_declared_and_refused_here_is_as_declared(quick):
+def test_option_refused_in_the_search_stays_as_declared(quick):
     found = find_rules(Refusing())
     assert found.contradicted == []
     assert any("weight_decay: the deciding case is refused" in s for s in found.unclear)
 
 
 class ByDtype(Target):
-    """It sums in the params' dtype, and names that for each dtype, which is right or not."""
+    """Target that sums in the params' dtype and declares a dtype per case, right or wrong."""
 
     def __init__(self, named):
         super().__init__({"divide": "premul-fp32", "sync": "every", "told in": torch.float32})
@@ -194,19 +194,19 @@ def two_dtypes(quick, monkeypatch):
     monkeypatch.setattr(found_rules, "get_args", lambda literal: known.get(literal, ()))
 
 
-def test_dtypes_that_are_declared_by_case_are_no_contradiction(two_dtypes):
+def test_right_declaration_by_dtype_is_not_contradicted(two_dtypes):
     found = find_rules(ByDtype({"fp32": "fp32", "bf16": None}))
     assert found.contradicted == []
     said = "reduce_dtype = None: its declaration by dtype has the same bits"
     assert said in found.unclear
 
 
-def test_dtypes_that_are_declared_by_case_and_wrong_are_named(two_dtypes):
+def test_wrong_declaration_by_dtype_is_named(two_dtypes):
     found = find_rules(ByDtype({"fp32": "fp32", "bf16": "fp32"}))
     assert found.contradicted == ["it declares reduce_dtype = 'fp32'; found None"]
 
 
-def test_what_is_declared_otherwise_is_named(quick):
+def test_contradicted_declarations_are_named(quick):
     target = Target({"divide": "premul-fp32"}, Numerics(divide="postmul-rounded"))
     target.capabilities = Capabilities(stages=(0,), follows=("optimizer.warmup_steps",))
     found = find_rules(target)
@@ -215,7 +215,7 @@ def test_what_is_declared_otherwise_is_named(quick):
     assert "it declares to follow optimizer.warmup_steps, but does not here" in said
 
 
-def test_a_system_that_follows_no_known_rule_is_refused(quick):
+def test_system_without_a_known_rule_is_refused(quick):
     with pytest.raises(UsageError, match=r"to pass a plain case by some known rule, got equality"):
         find_rules(Target({"by": 17.0}))
 
@@ -237,7 +237,7 @@ class RoundedUpTarget:
         return WholeParamEngine(module, optimizer, group=group)
 
 
-def test_an_update_that_is_rounded_otherwise_is_named(quick):
+def test_update_with_other_rounding_is_named(quick):
     with pytest.raises(UsageError) as caught:
         find_rules(RoundedUpTarget())
     expected = (
@@ -249,7 +249,7 @@ def test_an_update_that_is_rounded_otherwise_is_named(quick):
 
 
 class ParamsOf:
-    """An engine of which nothing but params is shown."""
+    """Wrapper that exposes nothing but an engine's params."""
 
     def __init__(self, engine):
         self.engine, self.module, self.params = engine, engine.module, engine.params
@@ -260,12 +260,12 @@ class ParamsOf:
 
 
 class ParamsAlone(Target):
-    """A target that shows nothing but params.
+    """Target that reports nothing but params.
 
     Args:
-        does: What it does otherwise than by default.
-        capabilities: What it declares.
-        engine: The class of its engine.
+        does: Non-default behavior.
+        capabilities: Declared capabilities.
+        engine: Class of its engine.
     """
 
     def __init__(self, does=None, *, capabilities=None, engine=Engine):
@@ -278,7 +278,7 @@ class ParamsAlone(Target):
 
 @pytest.fixture
 def quickest(quick, monkeypatch):
-    """One dtype and no options: a function that says which else there are."""
+    """Limit the search to one dtype and no options; return a function that adds some."""
     known = {**FEW, found_rules.DtypeName: ("fp32",), found_rules.ModelName: ("mlp",)}
 
     def only(*options, **more):
@@ -291,13 +291,13 @@ def quickest(quick, monkeypatch):
     return only
 
 
-def test_rules_are_found_where_params_alone_are_shown(quickest):
+def test_rules_are_found_from_params_only(quickest):
     found = find_rules(ParamsAlone({"divide": "post"}))
     assert found.numerics == {"divide": "post", "divide_by": "ranks", "sync": "last"}
     assert "divide = 'post-rounded', 'avg': the same bits in all of these cases" in found.unclear
 
 
-def test_of_rules_that_fit_one_dtype_that_is_taken_which_fits_all(quickest):
+def test_rule_that_fits_all_dtypes_is_chosen(quickest):
     quickest(DtypeName=("fp32", "bf16"))
     found = find_rules(ParamsAlone({"divide": "premul-fp32"}))
     assert found.numerics["divide"] == "premul-fp32"
@@ -305,13 +305,13 @@ def test_of_rules_that_fit_one_dtype_that_is_taken_which_fits_all(quickest):
 
 
 class DividesTwice(Engine):
-    """By the number of ranks, which of one rank nobody sees."""
+    """Engine that divides once more by the number of ranks, which a single rank does not show."""
 
     def count(self):
         return super().count() ** 2
 
 
-def test_several_ranks_that_no_rule_fits_are_an_alarm(quickest):
+def test_no_rule_for_several_ranks_is_an_alarm(quickest):
     found = find_rules(ParamsAlone(engine=DividesTwice))
     assert "world_size_max" not in found.capabilities
     (alarm,) = found.alarms
@@ -325,7 +325,7 @@ class OneRank(Target):
             yield Problem(path="world.size", message="it is for one rank.")
 
 
-def test_one_rank_is_the_most_where_more_are_refused(quickest):
+def test_world_size_is_limited_to_one_if_more_is_refused(quickest):
     found = find_rules(OneRank())
     assert found.capabilities["world_size_max"] == 1
     assert found.alarms == []
@@ -337,7 +337,7 @@ class StepsOnce(Engine):
             super().update(wide)
 
 
-def test_a_system_of_which_nothing_passes_is_an_alarm(quickest):
+def test_system_without_a_passing_case_is_an_alarm(quickest):
     found = find_rules(ParamsAlone(engine=StepsOnce))
     (alarm,) = found.alarms
     assert alarm.startswith("dtypes, optimizers, models, stages, orders = (): nothing passes")
@@ -345,14 +345,14 @@ def test_a_system_of_which_nothing_passes_is_an_alarm(quickest):
 
 
 class LastMicroBatch(Engine):
-    """It forgets all micro-batches but the last one."""
+    """Engine that drops all micro-batches but the last."""
 
     def backward(self, loss, *, last_micro, rows):
         self.local = {}
         super().backward(loss, last_micro=last_micro, rows=rows)
 
 
-def test_a_system_need_not_take_several_micro_batches(quickest):
+def test_several_micro_batches_are_optional(quickest):
     quickest("run.micro_batches")
     found = find_rules(ParamsAlone(engine=LastMicroBatch))
     assert "run.micro_batches" in found.left_out
@@ -360,13 +360,13 @@ def test_a_system_need_not_take_several_micro_batches(quickest):
     assert any(s.startswith("fp32: no rule fits several micro-batches") for s in found.unclear)
 
 
-def test_loss_scales_are_followed_where_a_step_that_overflows_is_skipped(quickest):
+def test_loss_scale_needs_skipped_steps(quickest):
     quickest("optimizer.loss_scale")
     assert "optimizer.loss_scale" in find_rules(ParamsAlone()).left_out
 
 
-def test_an_optimizer_is_asked_for_with_the_settings_that_are_followed(quickest):
-    """It always runs AdamW, which without decay is Adam."""
+def test_optimizer_is_tried_with_the_supported_settings(quickest):
+    """The engine always runs AdamW, which equals Adam without decay."""
     quickest("optimizer.weight_decay", OptimizerName=("adamw", "adam"))
     said = Capabilities(stages=(0,), optimizers=("adamw", "adam"))
     found = find_rules(ParamsAlone(capabilities=said))
@@ -376,7 +376,7 @@ def test_an_optimizer_is_asked_for_with_the_settings_that_are_followed(quickest)
 
 
 @pytest.mark.parametrize(("factor", "word"), [(1, None), (1 / 2, "1/cp")])
-def test_the_factor_of_a_second_loss_is_found(factor, word):
+def test_factor_of_a_second_loss_is_found(factor, word):
     with WorldPool() as pool:
         search = found_rules._Search(target=Target({"second": lambda engine: factor}), pool=pool)
         search.base = changed(BASE, system={"stage": 0})
@@ -385,7 +385,7 @@ def test_the_factor_of_a_second_loss_is_found(factor, word):
     assert not search.found.left_out
 
 
-def test_a_target_that_trains_its_own_model_alone_is_searched_with_it():
+def test_target_with_only_its_own_model_is_searched_with_it():
     with WorldPool() as pool:
         search = found_rules._Search(target=OwnModelTarget(), pool=pool)
         search._find_base()
@@ -393,7 +393,7 @@ def test_a_target_that_trains_its_own_model_alone_is_searched_with_it():
     assert search.found.alarms == []
 
 
-def test_the_plain_case_has_the_update_rule_of_a_target_that_has_no_other():
+def test_plain_case_uses_the_only_update_rule_of_a_target():
     class Own(OwnModelTarget):
         capabilities = Capabilities(optimizers=("own",))
 

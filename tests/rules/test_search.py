@@ -1,4 +1,4 @@
-"""The search for rules by which cases pass."""
+"""Search for rules that make cases pass."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from zero_sim.rules.search import RuleSearch
 from zero_sim.run.small_cases import BASE, changed
 
 LONG = changed(BASE, "two steps", run={"steps": 2})
-"""A case of which the first step shows nothing where params alone are shown."""
+"""Two steps, because the first shows no difference if only params are reported."""
 
 
 @pytest.fixture
@@ -18,20 +18,20 @@ def search():
         yield RuleSearch(target=ParamsAlone({"divide": "pre"}), pool=pool)
 
 
-def test_where_no_finding_names_a_rule_those_of_sums_are_tried(search):
+def test_rules_of_sums_are_tried_if_no_finding_names_one(search):
     assert search.settle(LONG, sums=True) == ""
     assert search.numerics == {"divide": "pre"}
 
 
 class Counting(ParamsOf):
-    """Params alone of an engine that counts the rows of a step ahead."""
+    """Params-only engine that counts the rows of a step in advance."""
 
     def __init__(self, engine):
         super().__init__(engine)
         self.start_step = engine.start_step
 
 
-def test_the_factor_of_losses_is_found(search):
+def test_factor_of_losses_is_found(search):
     def by_tokens(engine, rows):
         return engine.size / engine.step_rows
 
@@ -44,14 +44,14 @@ def test_the_factor_of_losses_is_found(search):
     assert search.numerics == {"scale_loss": "tokens"}
 
 
-def test_rules_stay_as_they_are_where_none_fits(search):
+def test_rules_do_not_change_if_none_fits(search):
     search.numerics = {"divide_by": "micro-batches"}
     assert search.settle(changed(LONG, optimizer={"name": "sgd"})).startswith("equality.params")
     assert search.numerics == {"divide_by": "micro-batches"}
     assert search.passed == []
 
 
-def test_what_came_nearest_is_told(search):
+def test_nearest_rule_is_reported(search):
     search.settle(changed(LONG, optimizer={"name": "sgd"}))
     said = search.nearest.in_words()
     assert said.startswith("the nearest, Numerics(), differs in case 'two steps': equality.params")
