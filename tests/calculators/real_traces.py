@@ -1,4 +1,4 @@
-"""Two gloo processes that train with each system and write a trace of torch.profiler of each.
+"""Two gloo processes that train with each system and write its torch.profiler trace.
 
 python -m tests.calculators.real_traces FOLDER
 """
@@ -26,7 +26,7 @@ RANKS = 2
 STEPS = 3
 SYSTEMS = ("ddp", "zero-redundancy", "fsdp2", "stage-1", "stage-2", "stage-3")
 BUCKET_MB = 0.002
-"""A few buckets, which DDP chooses anew after its first step."""
+"""Size that gives a few buckets, which DDP rebuilds after its first step."""
 
 
 def main(folder: str) -> None:

@@ -1,4 +1,4 @@
-"""Fingerprints: what runs of each stage look like, and what is odd in others."""
+"""Fingerprints: stages recognized from runs, and anomalies."""
 
 import json
 import subprocess
@@ -45,7 +45,7 @@ def look(scenario):
     ],
     ids=lambda value: str(value),
 )
-def test_stages_as_runs_show_them(system, stage, letters):
+def test_stages_are_recognized_from_runs(system, stage, letters):
     found = look(case(**system))
     assert (found.stage, shortened(found.letters), found.steps) == (stage, letters, 2)
     assert found.odd == []
@@ -53,8 +53,8 @@ def test_stages_as_runs_show_them(system, stage, letters):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("reshard", [True, False])
-def test_a_judged_run_looks_like_one_that_nobody_judges(tmp_path, stage, reshard):
-    """The judge gathers params to compare them, which the stage would not."""
+def test_judged_run_has_the_fingerprint_of_a_plain_run(tmp_path, stage, reshard):
+    """The judge gathers params to compare them; the stage itself does not."""
     scenario = case(stage=stage, **({} if stage < 3 else {"reshard_after_forward": reshard}))
     (log,) = run_case(scenario, keep_logs=True).logs
     alone = look(scenario)
@@ -70,8 +70,8 @@ def test_a_judged_run_looks_like_one_that_nobody_judges(tmp_path, stage, reshard
         )  # fmt: skip
 
 
-def test_of_stage_0_the_least_that_is_repeated_is_told():
-    """Layers that are alike: nothing in the calls says where a step begins."""
+def test_stage_0_reports_the_shortest_repeated_sequence():
+    """Layers are alike, so the calls do not show the start of a step."""
     found = look(case(stage=0))
     assert (found.stage, found.letters, found.calls) == ("stage 0", "AA", 12)
 
@@ -83,13 +83,13 @@ def test_stage_3_gathers_between_its_sums():
     assert found.overlapping > 0
 
 
-def test_copies_are_told_by_the_groups_that_sum_them():
+def test_replicas_are_recognized_by_their_groups():
     found = look(case(stage=1, redundancy=2))
     assert (found.stage, found.copies) == ("stage 1 or 2", 2)
     assert found.letters.count("C") == 6
 
 
-def test_an_all_reduce_where_a_reduce_scatter_would_do_is_odd():
+def test_all_reduce_instead_of_reduce_scatter_is_odd():
     (mutant,) = find_mutants(["M111"])
     with mutant.apply() as patches:
         found = look(case(stage=1))
@@ -102,15 +102,15 @@ def call(kind, elems, *, ranks=4, dtype="bfloat16"):
     return SeenCall(kind=kind, ranks=ranks, elems=elems, elem_bytes=2, dtype=dtype, start=0, stop=0)
 
 
-def test_a_gather_too_many():
+def test_extra_gather_is_odd():
     step = [call("reduce_scatter", 400), call("reduce_scatter", 800)]
     step += [call("all_gather", 100), call("all_gather", 200), call("all_gather", 200)]
     found = fingerprint(step * 3)
     assert found.odd == ["1 gathers too many of 800 elements on 4 ranks"]
 
 
-def test_a_first_step_with_other_buckets_is_no_part_of_what_is_repeated():
-    """DDP chooses its buckets anew after the first step."""
+def test_first_step_with_other_buckets_is_excluded():
+    """DDP rebuilds its buckets after the first step."""
     steps = [
         [call("all_reduce", elems) for elems in sizes] for sizes in ((70, 20), (60, 30), (60, 30))
     ]
@@ -119,17 +119,17 @@ def test_a_first_step_with_other_buckets_is_no_part_of_what_is_repeated():
     assert (found.letters, found.steps) == ("AABB", 2)
 
 
-def test_broadcasts_of_buffers_are_left_out():
+def test_broadcasts_of_buffers_are_excluded():
     found = fingerprint([call("broadcast", 30), call("all_reduce", 300)] * 3)
     assert (found.stage, found.letters, found.steps) == ("stage 0", "A", 3)
 
 
-def test_gathers_that_end_a_single_step_are_no_steps():
+def test_final_gathers_of_a_single_step_are_not_steps():
     calls = [call("reduce_scatter", 40 * n) for n in (1, 2, 3)] + [call("all_gather", 20)] * 3
     assert fingerprint(calls).letters == "RRRGGG"
 
 
-def test_integers_are_left_out():
+def test_integers_are_excluded():
     """DDP broadcasts the sizes of its new buckets."""
     sizes = [call("broadcast", 13, dtype=name) for name in ("int", "long int", "int64")]
     found = fingerprint([call("all_reduce", 300), *sizes, *[call("all_reduce", 300)] * 2])
@@ -169,7 +169,7 @@ OPERATORS = [
     ("c10d::barrier", 7, []),
     ("c10d::allreduce_", 8, [[[2, 3], [4]], [], []]),
 ]
-"""Name, start, shapes of inputs and dtype of a gloo run's events, each of 2 time units."""
+"""Name, start, input shapes and dtype of a gloo run's events, each of 2 time units."""
 
 
 def trace_of(operators, path):
@@ -201,24 +201,24 @@ def test_operators_without_shapes_name_the_option_that_records_them(tmp_path):
         read_calls(path, rank=0)
 
 
-def test_what_no_stage_has():
+def test_unknown_sequence_has_no_stage():
     found = fingerprint([call("broadcast", 9), call("all_reduce", 90), call("reduce", 8)] * 2)
     assert (found.stage, found.odd) == ("", ["no stage of ZeRO has this sequence"])
 
 
-def test_norms_and_what_comes_first_are_left_out():
+def test_norms_and_initial_calls_are_excluded():
     calls = [call("broadcast", 900), *[call("all_reduce", 300), call("all_reduce", 3)] * 2]
     found = fingerprint(calls)
     assert (found.letters, found.steps) == ("A", 2)
 
 
 def test_messages_are_counted_by_powers_of_four():
-    """Round a ring of 4 ranks: of a reduce-scatter each sends a quarter at a time."""
+    """In a ring of 4 ranks, a reduce-scatter sends a quarter at a time."""
     found = fingerprint([call("reduce_scatter", 400), call("all_gather", 100)] * 2)
     assert found.sizes == [(64, 256, 4)]
 
 
-def test_a_trace_and_a_dump_tell_the_same(tmp_path):
+def test_trace_and_dump_have_the_same_fingerprint(tmp_path):
     log = measure(case(stage=1)).log
     trace, dump = tmp_path / "trace.json", tmp_path / "dump.json"
     trace.write_text(json.dumps(chrome_trace([log], name="case")))
@@ -240,7 +240,7 @@ def test_a_trace_and_a_dump_tell_the_same(tmp_path):
         (b"{", "expected JSON"),
     ],
 )
-def test_what_is_no_trace(tmp_path, content, said):
+def test_file_that_is_not_a_trace_is_refused(tmp_path, content, said):
     path = tmp_path / "file.json"
     path.write_bytes(content)
     done = CliRunner().invoke(main, ["fingerprint", str(path)])

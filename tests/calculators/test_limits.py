@@ -1,4 +1,4 @@
-"""Limits of memory as ranks grow, and the picture of them."""
+"""Limits of memory as ranks grow, and their picture."""
 
 import runpy
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_limits_are_4_times_8_times_and_n_times_less(rows):
     assert [rows["stage 3"].unsharded / b for b in rows["stage 3"].by_ranks.values()] == [*RANKS]
 
 
-def test_stage_1_holds_4_bytes_of_a_param_and_12_for_each_rank(rows):
+def test_stage_1_takes_4_bytes_per_param_and_12_over_the_ranks(rows):
     held = list(rows["stage 1"].by_ranks.values())
     assert held == [10**10 * (4 + 12 / ranks) for ranks in RANKS]
 
@@ -38,6 +38,6 @@ def test_moments_alone_save_a_quarter_on_2_ranks_and_at_most_a_half(rows):
     assert 1 - row.limit / row.unsharded == 0.5
 
 
-def test_the_picture_is_up_to_date():
+def test_picture_is_up_to_date():
     names = runpy.run_path(str(SCRIPT))
     assert names["PICTURE"].read_text() == names["draw"](), f"Run python {SCRIPT}."

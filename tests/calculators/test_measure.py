@@ -1,4 +1,4 @@
-"""Ledgers of runs, and that closed forms say the same."""
+"""Ledgers of runs, equal to closed forms."""
 
 from collections import Counter
 from dataclasses import replace
@@ -51,13 +51,13 @@ WAYS = [
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
-def test_closed_forms_are_what_a_run_does(way):
+def test_run_equals_the_closed_forms(way):
     measured = measure(case(**way))
     assert measured.is_costed
     assert list(measured.differences()) == []
 
 
-def test_groups_of_as_many_ranks_are_on_links_of_their_own():
+def test_groups_of_equal_size_use_their_own_links():
     """Dense gradients are summed inside a node, those of experts between nodes."""
     experts = replace(
         case(size=4, redundancy=2, sum_by="all-reduce"),
@@ -75,19 +75,19 @@ def test_groups_of_as_many_ranks_are_on_links_of_their_own():
 @pytest.mark.parametrize(
     "name", ["features/fp8", "features/experts", "features/model-parallel", "features/unusual"]
 )
-def test_so_they_are_of_shipped_scenarios(name):
-    """Slower than a quarter of a second: the last case of each runs on all its ranks."""
+def test_shipped_scenarios_equal_the_closed_forms(name):
+    """The last case of each runs on all its ranks, in more than a quarter of a second."""
     measured = measure(load_cases(SCENARIOS / f"{name}.toml")[-1])
     assert list(measured.differences()) == []
 
 
 @pytest.fixture(scope="module")
 def stage_3():
-    # A bucket is a linear layer: of 8 x 32 + 32 elements, or of 32 x 8 + 8.
+    # A bucket is a linear layer of 8 x 32 + 32 or 32 x 8 + 8 elements.
     return measure(case(stage=3, bucket_elems=264))
 
 
-def test_within_a_step_no_more_is_whole_than_the_closed_form_of_a_chain_allows(stage_3):
+def test_unsharded_memory_is_within_the_closed_form_of_a_chain(stage_3):
     (group,) = stage_3.groups
     for rank, ledger in enumerate(stage_3.ledgers):
         moments = footprint_of(stage_3.sizes[rank], scenario=group.scenario, rank=rank).moments
@@ -96,7 +96,7 @@ def test_within_a_step_no_more_is_whole_than_the_closed_form_of_a_chain_allows(s
             assert 0 < ledger.peak_of(name).bytes[name] <= owed
 
 
-def test_gathered_params_come_and_go_with_the_modules(stage_3):
+def test_gathered_params_are_resident_only_in_use(stage_3):
     samples = stage_3.ledgers[0].samples
     began = next(s for s in samples if s.where == "1.up began")
     over = samples[-1]
@@ -110,8 +110,8 @@ def test_gathered_params_come_and_go_with_the_modules(stage_3):
     [(0, 146_979_840, 293_959_680), (1, 587_560_960, 1_175_121_920)],
     ids=["hidden=512", "hidden=1024"],
 )
-def test_ten_mlp_layers_on_4_ranks_hold_half_of_what_one_device_holds(index, held, alone):
-    """Between steps, and at the peak of a step as well."""
+def test_ten_mlp_layers_on_4_ranks_take_half_of_one_device(index, held, alone):
+    """The ratio holds between steps and at the peak of a step."""
     ranks, device = (
         measure(load_cases(PROFILE / f"{name}.toml")[index]).ledgers[0]
         for name in ("mlp", "one-device")
@@ -121,7 +121,7 @@ def test_ten_mlp_layers_on_4_ranks_hold_half_of_what_one_device_holds(index, hel
     assert f"{ranks.peak.total / device.peak.total:.1%}" == "50.0%"
 
 
-def test_gradients_as_fp32_are_there_when_the_norm_is_summed():
+def test_fp32_gradients_are_resident_during_the_norm():
     measured = measure(case(stage=1))
     ledger = measured.ledgers[0]
     norm = next(s for s in ledger.samples if s.where == "all_reduce of 3 float64")
@@ -129,7 +129,7 @@ def test_gradients_as_fp32_are_there_when_the_norm_is_summed():
     assert norm.bytes["staging"] - 3 * 8 == footprint.moments["step"]["staging"]
 
 
-def test_traffic_of_a_log_is_that_of_the_closed_form(stage_3):
+def test_traffic_of_a_log_equals_the_closed_form(stage_3):
     from zero_sim.calculators.traffic import traffic_of
 
     network = Network()
@@ -151,13 +151,13 @@ def broken_by(id, scenario):
     return list(measured.differences())
 
 
-def test_an_all_reduce_for_a_reduce_scatter_is_a_difference():
+def test_all_reduce_instead_of_reduce_scatter_is_a_difference():
     told = broken_by("M111", case(stage=1))
     assert any("all_reduce" in each and "too many" in each for each in told)
     assert any("reduce_scatter" in each and "missing" in each for each in told)
 
 
-def test_what_others_do_not_tell_says_so():
+def test_unreported_memory_is_listed():
     ddp = replace(case(stage=1), system=SystemSpec(target="torch-ddp", stage=0))
     ddp = replace(ddp, model=replace(ddp.model, dtype="fp32"))
     measured = measure(ddp)
@@ -170,8 +170,8 @@ def test_what_others_do_not_tell_says_so():
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_number_of_params_is_a_chain_whose_peak_is_the_closed_form(stage):
-    """A bucket a module, so that stage 3 gathers two at a time and takes least."""
+def test_chain_of_counted_params_has_the_peak_of_the_closed_form(stage):
+    """Each module has a bucket, so stage 3 gathers two at a time and takes least."""
     model = counted_model(13_400, dtype="bf16")
     model = model.with_choice(ranks=4, stage=stage, bucket_elems=1000)
     with case_of(model) as chain:
@@ -183,23 +183,23 @@ def test_a_number_of_params_is_a_chain_whose_peak_is_the_closed_form(stage):
     assert peak.total - besides == footprint.peak == 13_400 * (20, 8, 6.5, 5)[stage]
 
 
-def test_a_run_without_room_is_refused_before_it_is_tried():
+def test_run_that_does_not_fit_is_refused():
     model = counted_model(10**6, dtype="bf16").with_choice(ranks=4, stage=0)
     check_fits(model, available=10**9)
     with pytest.raises(EnvironmentProblem, match=r"expected a run that fits into the 0\.0 GB"):
         check_fits(model, available=10**6)
 
 
-def test_it_says_how_many_params_would_fit():
+def test_refusal_names_the_number_of_params_that_fit():
     model = counted_model(10**6, dtype="bf16").with_choice(ranks=4, stage=0)
-    # 20 bytes a param with the gradients as fp32, on four ranks, and a quarter to spare.
+    # 20 bytes per param with fp32 gradients, on four ranks, with a quarter to spare.
     with pytest.raises(EnvironmentProblem, match="Try about 10,000 params"):
         check_fits(model, available=10**6)
 
 
 @pytest.mark.parametrize("buffer", [16, 100])
 def test_staging_by_ledger_does_not_grow_with_the_model(buffer):
-    """Seen at the norm's collective: the buffer and its three numbers, whatever was made before."""
+    """Measured at the norm's collective, the peak is the buffer and its three numbers."""
 
     def staged(blocks, buffer):
         one = case(size=2, step_buffer_elems=buffer)
@@ -214,7 +214,7 @@ def test_staging_by_ledger_does_not_grow_with_the_model(buffer):
     assert staged(8, None)[1] == staged(8, None)[0] > staged(2, None)[0] == staged(2, None)[1]
 
 
-def test_checkpoints_by_ledger_are_those_of_the_closed_form():
+def test_checkpoints_equal_the_closed_form():
     name, kept = "systems/zero-r-activations", set()
     for scenario in load_cases(SCENARIOS / f"{name}.toml"):
         small = replace(scenario, run=replace(scenario.run, steps=1, micro_batches=1))
@@ -222,12 +222,12 @@ def test_checkpoints_by_ledger_are_those_of_the_closed_form():
             measured = measure(small)
             assert list(measured.differences()) == []
             kept.add(measured.ledgers[0].peak_of("checkpoints").bytes["checkpoints"])
-    # Two blocks of 3 rows x 4 positions x 8 features in bf16, whole or on four ranks.
+    # Two blocks of 3 rows x 4 positions x 8 features in bf16, on one rank or four.
     assert kept == {384, 96}
 
 
-def test_an_engine_that_counts_rows_ahead_is_measured():
-    """As it trains: it gets the rows of each step before the first forward."""
+def test_engine_with_start_step_is_measured():
+    """Each step's rows are given before the first forward, as in training."""
     seen = []
 
     class Counts(Engine):

@@ -1,4 +1,4 @@
-"""Nodes, links, rings, and the files that tell of them."""
+"""Nodes, links, rings, and topology files."""
 
 from fractions import Fraction
 
@@ -11,25 +11,25 @@ from zero_sim.errors import ScenarioError
 TWO_A_NODE = Network(ranks_per_node=2, cards=1)
 
 
-def test_a_ring_by_node_leaves_each_node_once():
+def test_ring_by_node_leaves_each_node_once():
     between = part_between(range(8), network=TWO_A_NODE, kind="all_reduce")
     assert between == Fraction(4, 8)
 
 
-def test_a_ring_across_has_no_neighbour_on_its_node_as_far_as_that_can_be():
+def test_ring_across_avoids_neighbors_on_the_same_node():
     across = Network(ranks_per_node=2, cards=1, ring="across")
     assert part_between(range(8), network=across, kind="all_gather") == 1
-    # Three of four ranks on one node: of four steps two stay there.
+    # Three of four ranks share a node, so two of four steps stay inside.
     uneven = Network(ranks_per_node=3, ring="across")
     assert part_between(range(4), network=uneven, kind="all_gather") == Fraction(1, 2)
 
 
-def test_a_group_on_one_node_needs_no_card():
+def test_group_on_one_node_needs_no_card():
     assert part_between((0, 1), network=TWO_A_NODE, kind="all_reduce") == 0
 
 
-def test_an_all_to_all_goes_to_every_other_rank():
-    # Of three others one is on the node.
+def test_all_to_all_sends_to_every_other_rank():
+    # One of the three other ranks is on the node.
     assert part_between(range(4), network=TWO_A_NODE, kind="all_to_all") == Fraction(2, 3)
 
 
@@ -53,14 +53,14 @@ def test_one_rank_sends_nothing():
     assert sent_elems("all_reduce", 12, 1) == messages("all_gather", 1) == 0
 
 
-def test_a_topology_file(tmp_path):
+def test_topology_file_is_loaded(tmp_path):
     path = tmp_path / "links.toml"
     path.write_text('ranks_per_node = 2\nring = "across"\ninside = "bus"\n')
     wanted = Network(ranks_per_node=2, cards=2, ring="across", inside="bus", between="nic")
     assert load_network(path) == wanted
 
 
-def test_all_mistakes_are_told_at_once():
+def test_all_mistakes_are_reported_at_once():
     raw = {
         "ranks_per_nod": 8,
         "ranks_per_node": 0,
@@ -86,11 +86,11 @@ def test_all_mistakes_are_told_at_once():
         assert path in told
 
 
-def test_two_links_of_one_name_are_refused():
+def test_links_with_equal_names_are_refused():
     with pytest.raises(ScenarioError, match="between: expected a name different from"):
         parse_network({"inside": "x", "between": "x"}, source="links.toml")
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_missing_file_is_refused(tmp_path):
     with pytest.raises(ScenarioError, match="got nothing at this path"):
         load_network(tmp_path / "none.toml")

@@ -1,4 +1,4 @@
-"""What each optimizer keeps of an element is what torch's own keeps."""
+"""State per element of each optimizer, equal to torch's."""
 
 from typing import get_args
 
@@ -20,7 +20,7 @@ SPECS = [
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.name}{s.amsgrad:d}{s.momentum > 0:d}")
-def test_names_are_those_that_torch_keeps(spec):
+def test_state_names_equal_those_of_torch(spec):
     param = torch.nn.Parameter(torch.ones(3))
     optimizer = class_of(spec)([param], **settings_of(spec))
     param.grad = torch.ones(3)
@@ -30,7 +30,7 @@ def test_names_are_those_that_torch_keeps(spec):
     assert set(state_names(spec)) == kept
 
 
-def test_an_unknown_name_is_refused():
+def test_unknown_name_is_refused():
     assert check_name("AdamW") == "adamw"
     with pytest.raises(UsageError, match="one of adamw, adam"):
         check_name("lion")
