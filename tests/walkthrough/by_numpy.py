@@ -1,7 +1,7 @@
-"""The step of the ZeRO-1 walkthrough, computed anew with numpy alone.
+"""The step of the ZeRO-1 walkthrough, recomputed with numpy only.
 
-fp32 inside each operation, and bf16 where its result is stored: `bf16` stands wherever training in
-bf16 rounds. Backward is written out by hand. Nothing here comes from torch or zero_sim.
+Each operation is in fp32 and its stored result in bf16: `bf16` marks each rounding of training in
+bf16. Backward is written out by hand. Nothing here uses torch or zero_sim.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def bf16(values):
 
 
 def exactly(values):
-    """Round to nothing: everything in fp32."""
+    """Keep everything in fp32, without rounding."""
     return fp32(values)
 
 
@@ -108,7 +108,7 @@ class Rank:
         of_q = stored(of_scores @ k)
         of_k = stored(of_scores.transpose(0, 2, 1) @ q)
         back = fp32(np.zeros((TOKENS, WIDTH)))
-        # The last one that forward computed comes back first.
+        # Backward visits the last computed first.
         for name, own in (("W_v", of_v), ("W_k", of_k), ("W_q", of_q)):
             grads[name] = stored(act["norm 1"].T @ joined(own))
             back = stored(back + stored(joined(own) @ p[name].T))
@@ -121,7 +121,7 @@ class Rank:
         return self.stored(normal * self.params[f"{name}_weight"] + self.params[f"{name}_bias"])
 
     def norm_back(self, back, x, name):
-        # Kept by forward for backward, in the dtype of its input.
+        # Forward saves these in the dtype of its input.
         mean, root = (self.stored(each) for each in statistics(x))
         normal = (x - mean) * root
         self.grads[f"{name}_weight"] = self._token_by_token(back * normal)
@@ -131,7 +131,7 @@ class Rank:
         return self.stored((scaled - scaled.mean(-1, keepdims=True) - normal * along) * root)
 
     def _token_by_token(self, terms):
-        # torch's kernel for the CPU keeps this sum in the params' dtype.
+        # torch's CPU kernel accumulates this sum in the params' dtype.
         total = np.zeros_like(terms[0])
         for term in terms:
             total = self.stored(total + term)
@@ -139,19 +139,19 @@ class Rank:
 
 
 def statistics(x):
-    """Mean and inverse standard deviation of each row."""
+    """Return mean and inverse standard deviation of each row."""
     mean = x.mean(-1, keepdims=True)
     variance = ((x - mean) ** 2).mean(-1, keepdims=True)
     return mean, np.float32(1) / np.sqrt(variance + np.float32(LAYER_NORM_EPS))
 
 
 def by_heads(x):
-    """From (tokens, width) to (heads, tokens, width of a head)."""
+    """Reshape (tokens, width) to (heads, tokens, width of a head)."""
     return x.reshape(TOKENS, HEADS, -1).transpose(1, 0, 2)
 
 
 def joined(x):
-    """From (heads, tokens, width of a head) to (tokens, width)."""
+    """Reshape (heads, tokens, width of a head) to (tokens, width)."""
     return x.transpose(1, 0, 2).reshape(TOKENS, WIDTH)
 
 
@@ -161,7 +161,7 @@ def flat(by_name):
 
 
 def adam(master, gradient):
-    """First step of Adam (Kingma and Ba 2015, algorithm 1), in fp32.
+    """Compute the first step of Adam (Kingma and Ba 2015, algorithm 1), in fp32.
 
     Returns:
         m, v, and the master after the step.

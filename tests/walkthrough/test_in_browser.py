@@ -1,4 +1,4 @@
-"""Pages of walkthroughs in a real browser: stepped through by keys, and as narrow as a phone."""
+"""Pages of walkthroughs in a real browser: navigation by keys, and widths of a phone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def press(page, key):
 
 @pytest.fixture(scope="module", params=[walk_zero1, walk_ring, walk_lifecycle])
 def walk(request, tmp_path_factory):
-    """A walkthrough and the file with its page."""
+    """Return a walkthrough and the file with its page."""
     found = request.param()
     path = tmp_path_factory.mktemp("walk") / "page.html"
     write_walk(path, found)
@@ -80,7 +80,7 @@ _MARKER = """
 """
 
 
-def test_the_marker_of_the_chart_is_seen_on_a_phone(page, lifecycle_page):
+def test_chart_marker_is_visible_on_a_phone(page, lifecycle_page):
     found, path = lifecycle_page
     page.open(path, width=390)
     for index in (0, 19, 30, 61):
@@ -91,7 +91,7 @@ def test_the_marker_of_the_chart_is_seen_on_a_phone(page, lifecycle_page):
         assert (width > 5, height > 100) == (True, True)
 
 
-def test_dark_is_dark(page, walk):
+def test_dark_scheme_changes_the_text_color(page, walk):
     _, path = walk
     page.open(path, width=360, scheme="light")
     light = page.value(_COLOUR)

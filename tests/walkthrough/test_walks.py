@@ -1,4 +1,4 @@
-"""Walkthroughs: every value of the walked-through step comes out of a run, and as it must."""
+"""Walkthroughs: values, texts and pages, computed from a run."""
 
 import shutil
 import subprocess
@@ -56,32 +56,32 @@ class TestRing:
         assert [row[1:] for row in words(step.tables[0])] == [chunks] * 4
         assert "order `ring`: yes" in step.text[1]
 
-    def test_why_copies_spare_slow_links(self, ring):
+    def test_traffic_of_replicas_over_slow_links(self, ring):
         rows = words(step_of(ring, "Slow links").tables[0])
         assert rows[0][1:4] == ["1.75 P", "1.75 P", "0.875 P"]
         assert rows[2][1:4] == ["1.75 P", "0.75 P", "0.75 P"]
 
-    def test_what_copies_cost(self, ring):
+    def test_memory_of_replicas(self, ring):
         rows = words(step_of(ring, "Slow links").tables[0])
-        # 12 bytes a param by how many ranks have the state together.
+        # 12 bytes per param, divided by the ranks that share the state.
         assert [row[4] for row in rows] == ["1.5 P", "3 P", "6 P"]
 
 
-def test_the_flat_buffer_is_drawn_with_its_boundary():
+def test_picture_of_the_flat_buffer_names_its_boundary():
     picture = step_of(walk_zero1(), "The flat gradient buffer").picture
     assert "rank 0: shard 0 of bucket 0, elements [0, 130)" in picture
     assert "rank 1: shard 1 of bucket 0, elements [130, 260)" in picture
 
 
 class TestLifecycle:
-    def test_what_is_live_in_the_third_layers_backward(self, lifecycle):
+    def test_live_memory_in_the_backward_of_the_third_layer(self, lifecycle):
         step = step_of(lifecycle, "With prefetch, backward: the gradient of layer_3.bias")
         assert step.text == [
             "Live besides the shards: unsharded params: layer_3; params being gathered: layer_2; "
             "gradients being computed: layer_3; unsharded gradients being reduced: layer_4."
         ]
 
-    def test_a_call_is_told_with_its_unit(self, lifecycle):
+    def test_calls_name_their_unit(self, lifecycle):
         titles = [step.title for step in lifecycle.steps]
         for layer in range(1, 5):
             wanted = f"reduce_scatter for layer_{layer}, 72 float32, is called"
@@ -96,7 +96,7 @@ class TestLifecycle:
         tables = [step.tables[1] for step in lifecycle.steps[:-1]]
         assert all(row[2] for table in tables for row in table.rows[:-1])
 
-    def test_without_prefetch_one_unit_less_is_gathered(self):
+    def test_prefetch_gathers_one_more_unit(self):
         most = [
             max(moment.sample.bytes.get("gathered", 0) for moment in run_life(prefetch=count))
             for count in (1, 0)
@@ -104,7 +104,7 @@ class TestLifecycle:
         # A unit of 8 x 8 + 8 elements in fp32.
         assert most == [2 * 288, 288]
 
-    def test_between_steps_all_is_sharded(self):
+    def test_only_shards_are_resident_between_steps(self):
         last = run_life(prefetch=1)[-1]
         assert set(last.params) == {"updated shard"}
         assert "gathered" not in last.sample.bytes
@@ -129,7 +129,7 @@ def scenario(tmp_path):
     return path
 
 
-def test_any_scenario_has_a_step(scenario):
+def test_step_of_any_scenario(scenario):
     from zero_sim.scenario.load import load_scenario
 
     walk = walk_step(load_scenario(scenario))
@@ -172,7 +172,7 @@ def test_as_a_page(tmp_path):
         (("other",), "is not one of"),
     ],
 )
-def test_slips_of_the_finger(words, said):
+def test_wrong_options_are_refused(words, said):
     done = run(*words)
     assert done.exit_code == 2
     assert said in " ".join(done.output.split())
@@ -188,13 +188,13 @@ WALK = Walk(
 )
 
 
-def test_cells_that_are_marked_have_signs_in_text():
+def test_marked_cells_have_a_sign_in_text():
     assert "1*" in render_walk(WALK)
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
 @pytest.mark.parametrize(("place", "seen"), [("", "First"), ("#2", "Second")])
-def test_a_browser_shows_one_step_at_a_time(tmp_path, place, seen):
+def test_browser_shows_one_step_at_a_time(tmp_path, place, seen):
     page = tmp_path / "walk.html"
     page.write_text(render_walk_page(WALK))
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/user"]

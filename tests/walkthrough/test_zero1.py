@@ -1,4 +1,4 @@
-"""The walkthrough of ZeRO-1: numpy alone computes every number of it anew."""
+"""The walkthrough of ZeRO-1, with every number recomputed by numpy."""
 
 import re
 
@@ -70,14 +70,14 @@ def by_param(by_name):
 
 
 def split(values):
-    """Params by name, from the flat buffer."""
+    """Return params by name, from the flat buffer."""
     stops = np.cumsum([int(np.prod(shape)) for shape in SHAPES.values()])
     parts = np.split(values, stops[:-1])
     return {n: part.reshape(SHAPES[n]) for n, part in zip(SHAPES, parts, strict=True)}
 
 
 class Pass:
-    """A pass of the walkthrough by numpy, from what its page shows as given or drawn."""
+    """The walkthrough recomputed by numpy from the page's given and drawn values."""
 
     def __init__(self, walk):
         step = step_of(walk, "Given and drawn")
@@ -119,8 +119,8 @@ def first(walk):
     return Pass(walk)
 
 
-def test_drawn_values_are_the_workloads(first):
-    """Only they are taken from the page, and they are drawn from the seed that it names."""
+def test_drawn_values_equal_those_of_the_workload(first):
+    """Only these values are taken from the page; they follow from the seed that it names."""
     from zero_sim.walkthrough.tiny_step import scenario_of
 
     workload = build_workload(scenario_of("bf16"))
@@ -132,7 +132,7 @@ def test_drawn_values_are_the_workloads(first):
         assert workload.build().get_parameter(name).tolist() == values.tolist()
 
 
-def test_given_values_are_the_documents(first):
+def test_given_values_equal_those_of_the_document(first):
     params = split(first.before)
     for name, values in GIVEN.items():
         assert np.array_equal(params[name], bf16(values))
@@ -291,15 +291,15 @@ TABLES = {
     "With the document's figures: W_q": lambda first: after_to_three(),
     "With the document's figures: its slips": lambda first: slips(),
 }  # fmt: skip
-"""Rows of all tables of a step, by the beginning of its title."""
+"""Rows of all tables of a step, by the start of its title."""
 
 
 @pytest.mark.parametrize("title", TABLES)
-def test_all_tables_by_numpy(walk, first, title):
+def test_tables_equal_those_by_numpy(walk, first, title):
     assert [words(table) for table in step_of(walk, title).tables] == TABLES[title](first)
 
 
-def test_every_step_is_computed_anew(walk):
+def test_every_step_is_recomputed(walk):
     assert [step_of(walk, title).title for title in TABLES] == [step.title for step in walk.steps]
 
 
@@ -339,11 +339,11 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("title", TEXTS)
-def test_numbers_in_texts_by_numpy(walk, first, title):
+def test_numbers_in_texts_equal_those_by_numpy(walk, first, title):
     assert _NUMBER.findall(" ".join(step_of(walk, title).text)) == TEXTS[title](first)
 
 
-def test_half_of_the_params_are_old_before_the_gather(walk):
+def test_half_of_the_params_are_outdated_before_the_gather(walk):
     marks = [
         [cell.mark for row in table.rows for cell in row if isinstance(cell, Cell)]
         for table in step_of(walk, "Half new").tables
@@ -352,8 +352,8 @@ def test_half_of_the_params_are_old_before_the_gather(walk):
     assert old == [[at >= BOUNDARY for at in range(260)], [at < BOUNDARY for at in range(260)]]
 
 
-def test_the_documents_values_hold_from_fp32_masters_alone(walk):
-    """From bf16 params W_q[2, 0] is another one, and is marked."""
+def test_values_of_the_document_need_fp32_masters(walk):
+    """From bf16 params, W_q[2, 0] differs and is marked."""
     marks = [
         [[cell.mark for cell in row[1:]] for row in table.rows]
         for table in step_of(walk, "With the document's figures: W_q").tables
