@@ -1,4 +1,4 @@
-"""Checkpoints in closed form: bytes kept, and what gathering them sends."""
+"""Checkpoints in closed form: resident bytes, and traffic of their gathers."""
 
 from collections import Counter
 from fractions import Fraction
@@ -30,7 +30,7 @@ def case(tp, *, kept="split", hidden=8, blocks=3, dtype="bf16", micro=1):
 
 
 def gather_share(scenario):
-    """What gathering checkpoints sends round rings, as a part of what their blocks send anyway."""
+    """Return traffic of checkpoint gathers relative to the all-reduces of the blocks."""
     sent = Counter({"all_reduce": Fraction(0), "all_gather": Fraction(0)})
     for call, count in calls_of_layers(scenario, rank=0).items():
         sent[call.kind] += count * sent_elems(call.kind, call.elems, len(call.ranks))
@@ -38,14 +38,14 @@ def gather_share(scenario):
 
 
 @pytest.mark.parametrize("tp", [2, 4, 16, 1024])
-def test_gathers_send_a_twelfth_of_what_blocks_send(tp):
+def test_gathers_send_a_twelfth_of_the_all_reduces(tp):
     share = gather_share(case(tp, hidden=2 * tp))
     assert share == Fraction(1, 12)
     assert share < Fraction(1, 10)
 
 
 @pytest.mark.parametrize(("kept", "tp"), [("none", 4), ("whole", 4), ("split", 1)])
-def test_where_nothing_is_split_nothing_is_gathered(kept, tp):
+def test_unsplit_checkpoints_are_not_gathered(kept, tp):
     assert gather_share(case(tp, kept=kept)) == 0
 
 

@@ -1,4 +1,4 @@
-"""Golden values, each computed anew from its own closed form; none by the code that is tested."""
+"""Golden values, each recomputed from its own closed form without the tested code."""
 
 from fractions import Fraction
 
@@ -23,7 +23,7 @@ def held(params, *, ranks, stage, dtype="bf16", has_masters=True, redundancy=1, 
 
 
 def mixed(params, *, ranks, stage):
-    """Bytes in 16 bits with fp32 master and two moments: 2P, 2P and 12P, over N where sharded."""
+    """Return bytes in 16 bits with fp32 masters and moments: 2P, 2P and 12P, over N if sharded."""
     params_by, grads_by, state_by = (ranks if stage >= least else 1 for least in (3, 2, 1))
     return (
         Fraction(2 * params, params_by)
@@ -33,7 +33,7 @@ def mixed(params, *, ranks, stage):
 
 
 def single(params, *, ranks, stage):
-    """Bytes all in fp32 without masters: 4P, 4P and 8P."""
+    """Return bytes in fp32 without masters: 4P, 4P and 8P, over N if sharded."""
     params_by, grads_by, state_by = (ranks if stage >= least else 1 for least in (3, 2, 1))
     return (
         Fraction(4 * params, params_by)
@@ -42,14 +42,14 @@ def single(params, *, ranks, stage):
     )
 
 
-def test_7_billion_on_8_ranks_go_from_112_to_38_5_gb():
+def test_7_billion_on_8_ranks_take_112_gb_and_sharded_38_5():
     totals = [held(7 * B, ranks=8, stage=stage).total for stage in (0, 1)]
     assert totals == [mixed(7 * B, ranks=8, stage=stage) for stage in (0, 1)]
     assert totals == [112 * B, 38.5 * B]
     assert round(1 - totals[1] / totals[0], 3) == 0.656
 
 
-def test_on_64_ranks_a_param_takes_4_1875_bytes():
+def test_param_takes_4_1875_bytes_on_64_ranks():
     total = held(7 * B, ranks=64, stage=1).total
     assert total == 7 * B * (4 + Fraction(12, 64)) == 4.1875 * 7 * B
     assert round(1 - total / (112 * B), 3) == 0.738
@@ -70,7 +70,7 @@ def test_all_in_fp32_without_masters(stage, gigabytes):
     assert total == single(7 * B, ranks=8, stage=stage) == gigabytes * B
 
 
-def test_10_layers_of_4096_take_8_75_gib_and_a_device_alone_17_50():
+def test_10_layers_of_4096_take_8_75_gib_and_one_device_17_50():
     assert MLP_4096 == 1_342_382_080
     sharded = held(MLP_4096, ranks=4, stage=1)
     assert sharded.total == 7 * MLP_4096
@@ -83,12 +83,12 @@ def test_10_layers_of_4096_take_8_75_gib_and_a_device_alone_17_50():
     freed, kept = (sum(device[name].values()) for name in ("gradients_freed", "gradients_kept"))
     assert (freed, kept) == (14 * MLP_4096, 16 * MLP_4096)
     assert round(freed / 2**30, 2) == 17.5
-    # Half of what a device takes that frees gradients; 42.7 % follows from neither.
+    # Half of a device that frees gradients; 42.7 % follows from neither.
     assert 1 - Fraction(sharded.total, freed) == Fraction(1, 2)
     assert 1 - Fraction(sharded.total, kept) == Fraction(9, 16)
 
 
-def test_10_billion_in_fp32_take_160_gb_and_moments_alone_save_25_to_50_percent():
+def test_10_billion_in_fp32_take_160_gb_and_moments_save_25_to_50_percent():
     whole = held(10 * B, ranks=2, stage=0, dtype="fp32", has_masters=False).total
     assert whole == 16 * 10 * B
     saved = [
@@ -109,7 +109,7 @@ def test_limits_against_stage_0():
     assert [round(float(ratio), 1) for ratio in ratios[:2]] == [4.0, 8.0]
 
 
-def test_copies_multiply_the_state():
+def test_redundancy_multiplies_the_state():
     for copies in (1, 2, 4):
         found = held(7 * B, ranks=8, stage=1, redundancy=copies)
         assert found.total == 7 * B * (4 + Fraction(12 * copies, 8))
@@ -121,7 +121,7 @@ def test_the_260_params_take_2600_bytes_of_4160():
     assert 1 - Fraction(2600, 4160) == Fraction(3, 8)
 
 
-def test_a_bucket_of_5e8_elements_is_a_gigabyte_in_16_bits():
+def test_bucket_of_5e8_elements_is_a_gigabyte_in_16_bits():
     model = counted_model(2 * B, dtype="bf16").with_choice(ranks=8, stage=2, bucket_elems=5 * 10**8)
     whole = footprint_of(model.laid_out(), scenario=model.scenario, rank=0).moments["backward"]
     # One fills and one is in flight.
@@ -138,25 +138,25 @@ def sent(params, *, ranks, stage, redundancy=1, network=None):
 
 
 def without_norm(traffic):
-    """Bytes of the flows of params and gradients, of 2 bytes an element."""
+    """Return bytes of the flows of params and gradients, of 2 bytes per element."""
     return sum(flow.total_sent for flow in traffic.flows if flow.dtype != "float64")
 
 
 @pytest.mark.parametrize(("stage", "factor"), [(0, 2), (1, 2), (2, 2)], ids=str)
-def test_traffic_is_2p_of_stages_0_to_2(stage, factor):
+def test_traffic_of_stages_0_to_2_is_2p(stage, factor):
     traffic = sent(7 * B, ranks=8, stage=stage)
     assert without_norm(traffic) == factor * 2 * 7 * B * Fraction(7, 8)
 
 
-def test_traffic_of_stage_3_is_3p_less_the_bucket_that_stays():
+def test_traffic_of_stage_3_is_3p_minus_the_last_bucket():
     params, bucket = 8 * B, 10**9
     model = counted_model(params, dtype="bf16").with_choice(ranks=8, stage=3, bucket_elems=bucket)
     traffic = traffic_of(model.laid_out(), scenario=model.scenario, rank=0, network=Network())
     assert without_norm(traffic) == 2 * (3 * params - bucket) * Fraction(7, 8)
 
 
-def test_the_total_does_not_grow_with_copies():
-    """Reduce-scatter and gather inside a block, a sum across: 2P(N-1)/N whatever K is."""
+def test_total_traffic_does_not_depend_on_redundancy():
+    """Reduce-scatter and gather inside a shard group, a sum across: 2P(N-1)/N for any K."""
     params, ranks = 8 * B, 8
     for copies in (1, 2, 4):
         block = ranks // copies
@@ -168,7 +168,7 @@ def test_the_total_does_not_grow_with_copies():
 
 
 def slow_links(copies, *, ring):
-    """Elements over slow links with nodes of two ranks, one card each: of a rank, and of a card."""
+    """Return elements per rank and per card over slow links; nodes have two ranks and one card."""
     network = Network(ranks_per_node=2, cards=1, ring=ring)
     params = 8 * B
     found = sent(params, ranks=8, stage=1, redundancy=copies, network=network)
@@ -177,7 +177,7 @@ def slow_links(copies, *, ring):
     return of_rank, of_rank * network.ranks_per_node / network.cards
 
 
-def test_copies_in_each_node_spare_slow_links_57_percent_of_a_scattered_ring():
+def test_replicas_per_node_save_57_percent_on_slow_links():
     scattered, copied = (slow_links(k, ring="across")[0] for k in (1, 4))
     assert scattered == Fraction(2 * 7, 8) == Fraction(7, 4)
     assert copied == Fraction(2 * 3, 4) * Fraction(4, 8) == Fraction(3, 4)
@@ -185,7 +185,7 @@ def test_copies_in_each_node_spare_slow_links_57_percent_of_a_scattered_ring():
     assert round(float(1 - copied / scattered), 3) == 0.571
 
 
-def test_a_card_sends_14_percent_less_than_with_a_ring_laid_out_by_node():
+def test_replicas_per_node_save_14_percent_against_a_ring_by_node():
     laid_out, copied = (slow_links(k, ring="by-node")[1] for k in (1, 4))
     assert (laid_out, copied) == (Fraction(7, 4), Fraction(3, 2))
     assert 1 - copied / laid_out == Fraction(1, 7)
@@ -196,12 +196,12 @@ def test_70_billion_on_16384_ranks_and_a_curve_over_n():
     rows = [memory_row(each) for each in curve(model, stages=(0, 1, 2, 3))]
     assert [row.ranks for row in rows] == [2**power for power in range(15)] * 4
     for row in rows:
-        # Where anything is sharded, buffers are padded until all shards are equally long.
+        # Buffers are padded to equal shards if anything is sharded.
         padded = -(-70 * B // row.ranks) * row.ranks if row.stage else 70 * B
         assert row.footprint.total == mixed(padded, ranks=row.ranks, stage=row.stage)
 
 
-def test_rows_are_made_in_each_way_asked_for_and_stage_0_once():
+def test_rows_cover_all_choices_and_stage_0_once():
     made = list(
         choices(
             [counted_model(1000, dtype="bf16")],
@@ -214,7 +214,7 @@ def test_rows_are_made_in_each_way_asked_for_and_stage_0_once():
     assert ways == [(4, 0, 1), (4, 1, 1), (4, 1, 2), (8, 0, 1), (8, 1, 1), (8, 1, 2)]
 
 
-def test_no_torch_is_needed():
+def test_calculators_do_not_import_torch():
     import subprocess
     import sys
 
@@ -227,7 +227,7 @@ def test_no_torch_is_needed():
     assert done.stdout == "False\n"
 
 
-def test_a_device_alone_without_masters():
+def test_single_device_without_masters():
     model = counted_model(10, dtype="fp32")
     held = single_device(model.sizes, scenario=model.scenario, keeps_grads=True, has_masters=False)
     assert held == {"params": 40, "gradients": 40, "masters": 0, "exp_avg": 40, "exp_avg_sq": 40}

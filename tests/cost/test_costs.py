@@ -1,4 +1,4 @@
-"""Traffic and memory are held to closed forms, which a wrong system does not keep."""
+"""Traffic and memory against closed forms, which a wrong system does not satisfy."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def broken_by(judged, id, **parts):
     return result
 
 
-def test_a_step_of_stage_1_in_numbers():
+def test_calls_of_a_step_at_stage_1():
     scenario = case(world=WorldSpec(size=4), system=SystemSpec(bucket_elems=5))
     assert calls_of_step(THREE, scenario=scenario, rank=0, skipped=False) == {
         ("all_reduce", 4, 3): 1,
@@ -57,20 +57,20 @@ def test_a_step_of_stage_1_in_numbers():
     }
 
 
-def test_a_skipped_step_gathers_nothing():
+def test_skipped_step_gathers_nothing():
     scenario = case(world=WorldSpec(size=4), system=SystemSpec(bucket_elems=5))
     calls = calls_of_step(THREE, scenario=scenario, rank=0, skipped=True)
     assert not [kind for kind, *_ in calls if kind == "all_gather"]
 
 
-def test_copies_sum_what_a_rank_owns():
+def test_replicas_sum_shards():
     system = SystemSpec(redundancy=2, sync="every")
     scenario = case(world=WorldSpec(size=4), system=system, run=RunSpec(micro_batches=3))
     calls = calls_of_step(THREE, scenario=scenario, rank=3, skipped=False)
     assert calls["reduce_scatter", 2, 10] == calls["all_reduce", 2, 5] == 3
 
 
-def test_uneven_shards_go_by_rank():
+def test_uneven_shards_depend_on_the_rank():
     scenario = case(world=WorldSpec(size=2), system=SystemSpec(partition="uneven"))
     by_rank = [bucket_forms(THREE, scenario=scenario, rank=rank)[0] for rank in (0, 1)]
     assert [form.shard_elems for form in by_rank] == [5, 4]
@@ -78,7 +78,7 @@ def test_uneven_shards_go_by_rank():
     assert calls["reduce_scatter_list", 2, 9] == calls["all_to_all", 2, 8] == 1
 
 
-def test_rows_of_params_without_elements_are_nothing_to_cut():
+def test_rows_partition_skips_empty_params():
     empty = [replace(THREE[1], name=name) for name in "de"]
     scenario = case(
         system=SystemSpec(partition="rows", bucket_elems=1, buffers_by="param-group"),
@@ -88,7 +88,7 @@ def test_rows_of_params_without_elements_are_nothing_to_cut():
     assert [form.names for form in forms] == [("a",)]
 
 
-def test_experts_are_shared_by_few():
+def test_experts_are_reduced_over_their_group():
     expert = ParamSize(
         name="e", kind="expert", dtype="torch.float32", elems=6, param_bytes=4, grad_bytes=4
     )
@@ -97,39 +97,39 @@ def test_experts_are_shared_by_few():
     assert calls["reduce_scatter", 2, 6] == calls["reduce_scatter", 4, 12] == 1
 
 
-def test_memory_in_numbers():
+def test_bytes_of_each_category():
     scenario = case(world=WorldSpec(size=4), system=SystemSpec(sync="every"))
     held = bytes_held(THREE, scenario=scenario, rank=0, stored=6)
     assert held == {
         "gradients": 48, "sums": 12, "params": 48, "masters": 12, "state": 24, "other": 0,
         "arena": 0,
     }  # fmt: skip
-    # The last rank's shard is padding alone: nobody steps it.
+    # The last rank's shard is only padding, which no rank steps.
     assert bytes_held(THREE, scenario=scenario, rank=3, stored=0)["masters"] == 0
 
 
-def test_more_bytes_than_owed_are_a_finding():
+def test_more_bytes_than_expected_are_a_finding():
     (found,) = check_memory({"params": 8, "other": 4}, {"params": 8, "other": 0}, step=1, rank=2)
     assert (found.check, found.rank) == ("invariant.memory", 2)
     assert "4 bytes of other" in found.message
 
 
-def test_sizes_are_of_trained_params():
+def test_frozen_params_have_no_size():
     module = nn.Linear(3, 2, dtype=torch.bfloat16)
     module.bias.requires_grad_(False)
     (size,) = sizes_of(module)
     assert (size.elems, size.param_bytes, size.kind) == (6, 2, "dense")
 
 
-def test_an_all_reduce_for_a_reduce_scatter(judged):
+def test_all_reduce_instead_of_reduce_scatter_is_found(judged):
     assert checks(broken_by(judged, "M111")) == ["invariant.volume"]
 
 
-def test_copies_of_gradients_that_are_kept(judged):
+def test_retained_gradient_copies_are_found(judged):
     assert set(checks(broken_by(judged, "M113"))) == {"invariant.memory"}
 
 
-def test_a_gather_after_a_skipped_step(judged):
+def test_gather_after_a_skipped_step_is_found(judged):
     from zero_sim.scenario.spec import DataSpec, NanSpec
 
     overflow = {
@@ -145,11 +145,11 @@ OVERLAP = {
 }
 
 
-def test_a_pipeline_that_overlaps(judged):
+def test_overlapped_pipeline_passes(judged):
     assert judged(**OVERLAP).verdict == "pass"
 
 
-def test_a_target_that_tells_no_costs_is_not_held_to_any(judged):
+def test_target_without_declared_costs_is_not_checked(judged):
     class Silent:
         name = "silent"
         capabilities = None

@@ -1,4 +1,4 @@
-"""Gradients that arrive and modules that begin, in the time of the log."""
+"""Arrivals of gradients and starts of modules, in the time of the log."""
 
 import torch
 from torch import nn
@@ -16,11 +16,11 @@ def readers(module):
     return {type(reader).__name__: set(names) for reader, names in found.items()}
 
 
-def test_the_closest_module_with_a_forward_reads():
+def test_closest_module_with_a_forward_reads_a_param():
     assert readers(nn.Sequential(nn.Linear(1, 1))) == {"Linear": {"0.weight", "0.bias"}}
 
 
-def test_containers_without_a_forward_are_passed_over():
+def test_containers_without_a_forward_are_skipped():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -33,12 +33,12 @@ def test_containers_without_a_forward_are_passed_over():
     assert readers(nn.ParameterList([torch.ones(1)])) == {"NoneType": {"0"}}
 
 
-def test_attention_reads_what_it_does_not_call():
+def test_attention_reads_its_output_projection():
     found = readers(nn.MultiheadAttention(2, 1, bias=False))
     assert found["MultiheadAttention"] == {"in_proj_weight", "out_proj.weight"}
 
 
-def test_a_tied_param_has_all_its_readers():
+def test_tied_param_has_all_its_readers():
     first, second = nn.Linear(1, 1, bias=False), nn.Bilinear(1, 1, 1, bias=False)
     second.weight = first.weight
     assert readers(nn.Sequential(first, second)) == {
@@ -47,7 +47,7 @@ def test_a_tied_param_has_all_its_readers():
     }
 
 
-def test_gradients_and_modules_in_the_order_in_which_they_come():
+def test_gradients_and_modules_are_recorded_in_order():
     time = iter(range(100))
     module = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
     hook_trace = record_hooks(module, names=names_of(module), clock=lambda: next(time))
@@ -65,7 +65,7 @@ def test_gradients_and_modules_in_the_order_in_which_they_come():
     assert (hook_trace.starts, hook_trace.ends) == ({(0, 0): 0}, {0: 5})
 
 
-def test_what_is_no_training_is_not_noted():
+def test_calls_outside_training_are_not_recorded():
     module = nn.Linear(1, 1)
     hook_trace = record_hooks(module, names=names_of(module), clock=lambda: 0)
     hook_trace.before_micro_batch(0, 0)
@@ -75,7 +75,7 @@ def test_what_is_no_training_is_not_noted():
     assert not hook_trace.arrivals
 
 
-def test_modules_are_noted_in_the_first_micro_batch():
+def test_modules_are_recorded_only_in_the_first_micro_batch():
     module = nn.Linear(1, 1)
     hook_trace = record_hooks(module, names=names_of(module), clock=lambda: 0)
     hook_trace.before_micro_batch(3, 1)

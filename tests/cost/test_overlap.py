@@ -1,4 +1,4 @@
-"""When a reduction or a gather has to be on its way follows from closed forms."""
+"""Deadlines of reductions and gathers, derived from closed forms."""
 
 import pytest
 
@@ -23,11 +23,11 @@ SIZES = [
     )
     for name, elems in (("a", 4), ("b", 4), ("c", 2))
 ]
-"""With buckets of 4 elements, one bucket each."""
+"""Buckets of 4 elements contain one param each."""
 
 
 class Story:
-    """One rank's log and pace, as a test tells them event by event."""
+    """A rank's log and hook trace, written event by event."""
 
     def __init__(self, *, group_size=2):
         self.group_size = group_size
@@ -80,7 +80,7 @@ def grads(**parts):
     return {"overlap_grads": True, "overlap_params": False, **parts}
 
 
-def test_a_bucket_is_due_once_its_gradients_are_there():
+def test_bucket_is_due_once_its_gradients_have_arrived():
     story = Story()
     story.arrive("c")
     story.arrive("b")
@@ -91,7 +91,7 @@ def test_a_bucket_is_due_once_its_gradients_are_there():
     )
 
 
-def test_reductions_that_are_on_their_way():
+def test_reductions_in_flight_pass():
     story = Story()
     story.arrive("c")
     story.issue("reduce_scatter", 2)
@@ -101,21 +101,21 @@ def test_reductions_that_are_on_their_way():
     assert not story.found(**grads())
 
 
-def test_a_bucket_waits_for_those_before_it():
+def test_bucket_waits_for_earlier_buckets():
     story = Story()
     for name in ("a", "b", "c"):
         story.arrive(name)
     assert not story.found(**grads())
 
 
-def test_a_bucket_without_all_its_gradients_is_never_due():
+def test_incomplete_bucket_is_never_due():
     story = Story()
     story.arrive("b")
     story.arrive("a")
     assert not story.found(**grads())
 
 
-def test_a_frozen_param_is_waited_for_by_nobody():
+def test_frozen_param_does_not_delay_its_bucket():
     story = Story()
     story.arrive("b")
     story.arrive("a")
@@ -125,7 +125,7 @@ def test_a_frozen_param_is_waited_for_by_nobody():
     assert message.endswith("that of b")
 
 
-def test_a_reduction_that_is_waited_for_in_backward():
+def test_wait_for_a_reduction_in_backward_is_found():
     story = Story()
     story.arrive("c")
     story.wait(story.issue("reduce_scatter", 2))
@@ -140,8 +140,8 @@ def test_a_reduction_that_is_waited_for_in_backward():
     ("divide_by", "dtype", "late"),
     [("tokens", "int64", 0), ("tokens", "float32", 1), ("ranks", "float32", 1)],
 )
-def test_the_count_of_tokens_is_waited_for(divide_by, dtype, late):
-    """It has as many elements as the sum of a bucket."""
+def test_wait_for_the_token_count_is_accepted(divide_by, dtype, late):
+    """The count has as many elements as a bucket's sum."""
     story = Story()
     story.wait(story.issue("all_reduce", 1, dtype=dtype))
     story.arrive("c")
@@ -170,7 +170,7 @@ def gathered(story):
     return records
 
 
-def test_gathers_that_wait_for_those_who_read_them():
+def test_wait_at_the_reading_forward_is_accepted():
     story = Story()
     first, second, third = gathered(story)
     for record, name in ((first, "a"), (second, "b"), (third, "c")):
@@ -179,7 +179,7 @@ def test_gathers_that_wait_for_those_who_read_them():
     assert not story.found(overlap_grads=False, overlap_params=True)
 
 
-def test_a_gather_that_is_waited_for_by_the_step():
+def test_wait_for_a_gather_in_the_step_is_found():
     story = Story()
     story.arrive("a")
     story.wait(story.issue("all_gather", 2))
@@ -188,7 +188,7 @@ def test_a_gather_that_is_waited_for_by_the_step():
     assert "1 of 1 gathers were waited for before the step of the optimizer returned" in message
 
 
-def test_a_forward_that_waits_for_more_than_it_reads():
+def test_wait_for_more_than_a_forward_reads_is_found():
     story = Story()
     records = gathered(story)
     story.begin(1, "a")
@@ -200,7 +200,7 @@ def test_a_forward_that_waits_for_more_than_it_reads():
     assert "needed only 1" in message
 
 
-def test_what_nobody_reads_may_be_waited_for_at_once():
+def test_wait_before_no_read_is_accepted():
     story = Story()
     story.hook_trace.unguarded = frozenset({"a"})
     story.arrive("a")
@@ -222,7 +222,7 @@ def copied(story, *, together):
     return story.found(**grads(redundancy=2))
 
 
-def test_copies_are_summed_together():
+def test_wait_between_sums_over_replicas_is_found():
     (message,) = copied(Story(group_size=1), together=False)
     assert "1 of 3 sums over replicas of the shards were waited for" in message
     assert not copied(Story(group_size=1), together=True)
@@ -232,7 +232,7 @@ FROZEN = ModelSpec(name="mlp", freeze=(FreezeSpec(param="0.down.bias", start=0, 
 
 
 @pytest.mark.parametrize("id", ["M115", "V01", "V10", "V11", "V12", "V13", "V14"])
-def test_a_pipeline_that_is_late_or_waits_early(judged, id):
+def test_late_or_blocking_pipeline_is_found(judged, id):
     copies = 2 if id == "V14" else 1
     system = SystemSpec(bucket_elems=1, overlap_grads=True, overlap_params=True, redundancy=copies)
     parts = {"system": system, "run": RunSpec(steps=2), "model": FROZEN, "world": WorldSpec(size=2)}

@@ -1,4 +1,4 @@
-"""Relations that any system of a stage satisfies find what costs too much and declares nothing."""
+"""Relations that every system of a stage satisfies: they find excess without declared costs."""
 
 import pytest
 import torch
@@ -20,11 +20,11 @@ from zero_sim.targets.own import ZeroSimTarget
 
 RANKS = 2
 WIDE = ModelSpec(name="params", shapes=((40, 100),))
-"""4,000 elements: more than all padding that two ranks may add."""
+"""4,000 elements, more than all padding that two ranks may add."""
 
 
 class Sharded:
-    """ZeRO-1 of one param, of which each rank steps its half; nothing is declared of its costs."""
+    """ZeRO-1 of a single param, half on each rank, without declared costs."""
 
     def __init__(self, module, scenario, group):
         self.module, self.group = module, group
@@ -58,7 +58,7 @@ class Sharded:
 
 
 class ReducedTwice(Sharded):
-    """Reduces once more, for nobody."""
+    """Engine that reduces once more and drops the result."""
 
     def reduce(self, output, flat):
         super().reduce(torch.empty_like(output), flat)
@@ -66,7 +66,7 @@ class ReducedTwice(Sharded):
 
 
 class GatheredEveryTime(Sharded):
-    """Gathers the same params four times."""
+    """Engine that gathers the same params four times."""
 
     def gather(self, whole, part):
         for _ in range(4):
@@ -74,7 +74,7 @@ class GatheredEveryTime(Sharded):
 
 
 class GatheredWide(Sharded):
-    """Gathers masters in fp32 and casts what comes."""
+    """Engine that gathers masters in fp32 and casts the result."""
 
     def gather(self, whole, part):
         wide = torch.empty(whole.shape)
@@ -83,7 +83,7 @@ class GatheredWide(Sharded):
 
 
 class SentAFlag(Sharded):
-    """Sends a few numbers besides: a control message, and no gradient."""
+    """Engine that sends a few more numbers, as a control message."""
 
     def reduce(self, output, flat):
         for _ in range(3):
@@ -105,7 +105,7 @@ class Target:
 @pytest.fixture(scope="module", autouse=True)
 def plain_names():
     with pytest.MonkeyPatch.context() as patch:
-        # torch 2.13 warns of the names that 2.11 has.
+        # torch 2.13 warns about the names of 2.11.
         for old, new in (("reduce_scatter_tensor", "reduce_scatter_single"),
                          ("all_gather_into_tensor", "all_gather_single")):  # fmt: skip
             if hasattr(dist, new):
@@ -127,34 +127,34 @@ def judged(pool, target, model=WIDE, **parts):
     return run_case(scenario, pool=pool, target=target)
 
 
-def test_a_system_that_does_no_more_than_it_has_to_is_right(pool):
+def test_minimal_system_passes(pool):
     result = judged(pool, Target(Sharded))
     assert (result.verdict, result.findings) == ("pass", ())
 
 
-def test_control_messages_are_apart(pool):
+def test_control_messages_are_accepted(pool):
     assert judged(pool, Target(SentAFlag)).verdict == "pass"
 
 
-def test_what_is_reduced_twice_is_found(pool):
+def test_double_reduction_is_found(pool):
     (finding,) = judged(pool, Target(ReducedTwice)).findings
     assert (finding.check, finding.step) == ("invariant.volume", 0)
     assert "8000 elements summed over ranks, expected at most" in finding.message
 
 
-def test_what_is_gathered_too_often_is_found(pool):
+def test_excessive_gathers_are_found(pool):
     (finding,) = judged(pool, Target(GatheredEveryTime)).findings
     assert "16000 elements gathered, expected at most" in finding.message
 
 
-def test_a_gather_in_a_wider_dtype_is_found_in_bf16_alone(pool):
+def test_gather_in_a_wider_dtype_is_found_only_in_bf16(pool):
     assert judged(pool, Target(GatheredWide)).verdict == "pass"
     bf16 = ModelSpec(name="params", shapes=((40, 100),), dtype="bf16")
     (finding,) = judged(pool, Target(GatheredWide), model=bf16).findings
     assert "gathers 4 bytes per element, expected at most 2" in finding.message
 
 
-def test_a_target_says_that_it_gathers_less_often(pool):
+def test_target_declares_fewer_gathers(pool):
     class Twice(Sharded):
         def gather(self, whole, part):
             super().gather(whole, part)
@@ -165,7 +165,7 @@ def test_a_target_says_that_it_gathers_less_often(pool):
     assert "gathered at most 1 times" in finding.message
 
 
-def test_what_is_not_declared_is_not_observed(pool):
+def test_undeclared_costs_are_unobserved(pool):
     silent = judged(pool, Target(Sharded)).unobserved
     for what in ("calls", "bytes moved", "bytes held", "what is in flight"):
         assert f"closed form of {what}" in silent
@@ -176,13 +176,13 @@ def test_what_is_not_declared_is_not_observed(pool):
 
 
 class BytesAlone(ZeroSimTarget):
-    """The same, of which the bytes are declared."""
+    """The project's own system with only its bytes declared."""
 
     costs = Costs(volume="textbook")
 
 
 class Relaxed(ZeroSimTarget):
-    """Our own system, of whose costs nothing is declared."""
+    """The project's own system without declared costs."""
 
     costs = Costs()
 
@@ -198,7 +198,7 @@ class Relaxed(ZeroSimTarget):
         ({"sum_by": "first-rank"}, 2),
     ],
 )
-def test_our_own_system_satisfies_them_at_all_stages(pool, stage, parts, size):
+def test_own_system_passes_at_all_stages(pool, stage, parts, size):
     if stage == 0 and {"redundancy", "align_elems"} & {*parts}:
         parts = {}
     if stage != 1 and "sum_by" in parts:
@@ -218,7 +218,7 @@ def test_our_own_system_satisfies_them_at_all_stages(pool, stage, parts, size):
      SystemSpec(align_elems=2, align_bytes=127)],
     ids=["sums of fp32 that the first rank sends back", "alignment beyond the usual"],
 )  # fmt: skip
-def test_what_a_case_asks_for_is_no_finding(pool, system):
+def test_costs_required_by_the_case_are_accepted(pool, system):
     scenario = Scenario(
         schema=1, model=ModelSpec(name="params", shapes=((1,),), dtype="bf16"),
         world=WorldSpec(size=2), system=system,
@@ -232,7 +232,7 @@ def test_what_a_case_asks_for_is_no_finding(pool, system):
     [("torch-ddp", (0,)), ("torch-fsdp1", (0, 2, 3)), ("torch-fsdp2", (1,)),
      ("torch-zero-redundancy", (1,))],
 )  # fmt: skip
-def test_systems_of_torch_satisfy_them(pool, name, stages):
+def test_torch_systems_pass(pool, name, stages):
     for stage in stages:
         scenario = Scenario(
             schema=1, model=ModelSpec(name="mlp", hidden=48), world=WorldSpec(size=3),
@@ -242,7 +242,7 @@ def test_systems_of_torch_satisfy_them(pool, name, stages):
         assert (result.verdict, result.findings) == ("pass", ())
 
 
-def test_our_own_system_is_found_where_it_gathers_in_fp32(pool):
+def test_own_system_that_gathers_in_fp32_is_found(pool):
     (mutant,) = find_mutants(["V15"])
     scenario = Scenario(
         schema=1, model=ModelSpec(name="params", shapes=((40, 100),), dtype="bf16"),

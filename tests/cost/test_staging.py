@@ -1,4 +1,4 @@
-"""Staging in closed form: as long as a buffer, whatever the number of params."""
+"""Staging in closed form: as long as a buffer, for any number of params."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def case(ranks=1, **system):
     )
 
 
-def test_parts_are_cut_where_shards_are():
+def test_parts_are_cut_at_shard_borders():
     scenario = case(2)
     assert owned_lengths(sizes(3, 5, 2), scenario=scenario, rank=0) == [3, 2]
     assert owned_lengths(sizes(3, 5, 2), scenario=scenario, rank=1) == [3, 2]
@@ -34,7 +34,7 @@ def test_parts_are_cut_where_shards_are():
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("buffer", "given", "peak"), [(4, 20, 36), (8, 32, 32), (None, 44, 44)])
-def test_in_numbers(stage, buffer, given, peak):
+def test_bytes_by_stage_and_buffer(stage, buffer, given, peak):
     scenario = case(stage=stage, step_buffer_elems=buffer)
     params = sizes(3, 5, 2, 1)
     assert staged_bytes(params, scenario=scenario, rank=0) == given
@@ -42,7 +42,7 @@ def test_in_numbers(stage, buffer, given, peak):
     assert footprint_of(params, scenario=scenario, rank=0).moments["step"]["staging"] in (0, peak)
 
 
-def test_more_params_need_no_more():
+def test_peak_does_not_depend_on_the_number_of_params():
     scenario = case(step_buffer_elems=4)
     peaks = {staging_peak(sizes(*[3] * n), scenario=scenario, rank=0) for n in (1, 2, 50)}
     assert peaks == {16}

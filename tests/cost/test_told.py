@@ -1,4 +1,4 @@
-"""Each part of a target's costs is declared by itself, and holds it by itself."""
+"""Parts of a target's declared costs, each declared and checked separately."""
 
 import pytest
 
@@ -61,7 +61,7 @@ ALONE = [
 
 
 @pytest.mark.parametrize(("costs", "mutant", "check"), ALONE)
-def test_each_part_finds_what_it_speaks_of(pool, costs, mutant, check):
+def test_each_part_finds_its_own_fault(pool, costs, mutant, check):
     system = SystemSpec(bucket_elems=1000, overlap_grads=mutant == "M115")
     assert judged(pool, Target(**costs), system=system).verdict == "pass"
     assert only(judged(pool, Target(**costs), mutant, system=system)).check == check
@@ -72,14 +72,14 @@ def test_each_part_finds_what_it_speaks_of(pool, costs, mutant, check):
     ({"volume": "textbook", "calls": "textbook", "held": "textbook"}, "M115"),
     ({"held": "textbook", "volume": "textbook"}, "V07"),
 ])  # fmt: skip
-def test_what_is_not_declared_is_not_held(pool, costs, mutant):
+def test_undeclared_parts_are_not_checked(pool, costs, mutant):
     system = SystemSpec(bucket_elems=1000, overlap_grads=mutant == "M115")
     assert judged(pool, Target(**costs), mutant, system=system).verdict == "pass"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_our_own_buckets_are_those_that_it_tells(pool, stage, size):
+def test_own_system_passes_with_reported_buckets(pool, stage, size):
     system = SystemSpec(stage=stage, bucket_elems=1000)
     result = judged(
         pool, Target(calls="told-buckets"), system=system, world=WorldSpec(size=size),
@@ -96,15 +96,15 @@ COPIES = [
 
 
 @pytest.mark.parametrize("copies", COPIES, ids=str)
-def test_sums_over_copies_are_no_bucket_that_is_reduced_twice(pool, copies):
+def test_sums_over_replicas_are_not_double_reductions(pool, copies):
     system = SystemSpec(bucket_elems=1000, **copies)
     run = {"world": WorldSpec(size=4), "run": RunSpec(steps=2, micro_batches=2)}
     result = judged(pool, Target(calls="told-buckets"), system=system, **run)
     assert (result.verdict, result.findings) == ("pass", ())
 
 
-def test_beside_copies_a_bucket_that_is_reduced_whole_is_found(pool):
-    """The sum over copies has as many ranks as the sum in a block."""
+def test_all_reduced_bucket_is_found_with_replicas(pool):
+    """The sum over replicas has as many ranks as the sum in a shard group."""
     system = SystemSpec(bucket_elems=1000, redundancy=2)
     target = Target(calls="told-buckets")
     said = only(judged(pool, target, "M111", system=system, world=WorldSpec(size=4))).message
@@ -112,7 +112,7 @@ def test_beside_copies_a_bucket_that_is_reduced_whole_is_found(pool):
 
 
 @pytest.mark.parametrize("redundancy", [1, 2])
-def test_buckets_of_experts_are_reduced_by_those_that_hold_them(pool, redundancy):
+def test_expert_buckets_are_reduced_by_their_groups(pool, redundancy):
     result = judged(
         pool, Target(calls="told-buckets"), system=SystemSpec(redundancy=redundancy),
         model=ModelSpec(name="moe", hidden=6), world=WorldSpec(size=8),
@@ -121,8 +121,8 @@ def test_buckets_of_experts_are_reduced_by_those_that_hold_them(pool, redundancy
     assert (result.verdict, result.findings) == ("pass", ())
 
 
-def test_sums_between_parts_of_one_model_are_no_buckets(pool):
-    """As many ranks hold parts of a layer as share a part."""
+def test_tensor_parallel_sums_are_not_buckets(pool):
+    """As many ranks have parts of a layer as share a part."""
     result = judged(
         pool, Target(calls="told-buckets"), world=WorldSpec(size=4),
         model=ModelSpec(name="tp-block", hidden=16), topology=TopologySpec(tp=2),
@@ -130,13 +130,13 @@ def test_sums_between_parts_of_one_model_are_no_buckets(pool):
     assert (result.verdict, result.findings) == ("pass", ())
 
 
-def test_a_told_bucket_that_is_reduced_whole_is_told_from_one_that_is_scattered(pool):
+def test_all_reduced_bucket_is_found(pool):
     said = only(judged(pool, Target(calls="told-buckets"), "M111")).message
     assert "1 x all_reduce of" in said
     assert "1 x reduce_scatter of" in said
 
 
-def test_bucket_sizes_that_are_ignored_are_found(pool):
+def test_ignored_bucket_size_is_found(pool):
     class Follows(Target):
         from zero_sim.targets import EVERYTHING as capabilities
 
@@ -149,11 +149,11 @@ def test_bucket_sizes_that_are_ignored_are_found(pool):
 
 def volume(case):
     padded = sum(case.elems.values())
-    # Scattered whole in bf16, and a half of it gathered; the norm is three numbers.
+    # Scattered as a whole in bf16, and half of it gathered; the norm is three numbers.
     return {"bfloat16": 2 * padded + padded}
 
 
-def test_a_form_of_the_target_s_own_counts_bytes(pool):
+def test_own_form_of_volume_is_checked(pool):
     system = SystemSpec()
     model = ModelSpec(name="params", shapes=((40, 100),), dtype="bf16")
     assert judged(pool, Target(volume=volume), system=system, model=model).verdict == "pass"
@@ -165,7 +165,7 @@ def held(case):
     return {"masters": 4 * sum(case.elems.values()) // case.scenario.world.size}
 
 
-def test_a_form_of_the_target_s_own_holds_what_it_names(pool):
+def test_own_form_of_held_bytes_is_checked(pool):
     model = ModelSpec(name="params", shapes=((40, 100),), dtype="bf16")
     assert judged(pool, Target(held=held), model=model).verdict == "pass"
     less = Target(held=lambda case: {"masters": 4})
@@ -173,7 +173,7 @@ def test_a_form_of_the_target_s_own_holds_what_it_names(pool):
     assert "holds 8000 bytes of masters after the step, expected 4" in said
 
 
-def test_what_is_in_flight_at_a_time_has_a_most(pool):
+def test_bytes_in_flight_are_limited(pool):
     system = SystemSpec(bucket_elems=1000, overlap_grads=True)
     largest = Target(in_flight=lambda case: 100_000)
     assert judged(pool, largest, system=system).verdict == "pass"
@@ -183,14 +183,14 @@ def test_what_is_in_flight_at_a_time_has_a_most(pool):
     assert "bytes in flight when it issues" in found.message
 
 
-def test_a_wrong_declaration_is_refused():
+def test_invalid_declaration_is_refused():
     with pytest.raises(UsageError, match=r"Costs.calls to be 'textbook' or 'told-buckets'"):
         Costs(calls="all")
     with pytest.raises(UsageError, match=r"Costs.gathers to be an integer at least 0"):
         Costs(gathers=-1)
 
 
-def test_a_form_that_gives_something_else_is_an_error_of_the_target(pool):
+def test_form_without_integers_is_an_error_of_the_target(pool):
     for name in ("volume", "held"):
         result = judged(pool, Target(**{name: lambda case: {"float32": "much"}}))
         assert result.verdict == "error"
