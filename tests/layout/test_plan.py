@@ -139,8 +139,7 @@ class TestPartitions:
         [((5, 3), [2, 2, 1]), ((3, 7), [1, 1, 1]), ((2, 4), [1, 1, 0]), ((4,), [2, 2, 0])],
     )
     def test_rows_are_not_cut(self, shape, rows_owned):
-        """As in torch.chunk over dim 0, the first ranks get full chunks, the last fewer rows or
-        none."""
+        """As in torch.chunk over dim 0, the last ranks get fewer rows or none."""
         policy = LayoutPolicy(shard_count=3, bucket_elems=1, partition="rows")
         (plan,) = plan_buffers([ParamSpec(name="a", shape=shape, dtype="fp32")], policy=policy)
         row_elems = math.prod(shape[1:])

@@ -49,8 +49,7 @@ class TestPlaces:
         [("registration", Span(0, 3), Span(3, 5)), ("reverse", Span(2, 5), Span(0, 2))],
     )
     def test_follow_the_order(self, order, a, b):
-        """Each param starts at the end of the previous one; in reverse, the last registered is
-        first."""
+        """Each param starts where the previous one ends; `reverse` begins with the last one."""
         policy = LayoutPolicy(shard_count=4, param_order=order)
         (plan,) = plan_buffers([spec("a", 3), spec("b", 2)], policy=policy)
         assert {p.name: p.span for p in plan.params} == {"a": a, "b": b}

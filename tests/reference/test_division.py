@@ -77,8 +77,7 @@ class TestPremul:
         assert division.before(torch.tensor([5.0], dtype=BF16)).item() == 1.671875
 
     def test_differs_from_division(self):
-        """For 7, many fp32 products differ from the quotient; each is the exact product, rounded
-        once."""
+        """For 7, fp32 products differ from the quotients; each is the exact product, rounded."""
         values = torch.arange(1, 4000, dtype=torch.float32)
         seventh = torch.tensor(1 / 7, dtype=torch.float64).float()
         got = Division(how="premul", count=7).before(values)

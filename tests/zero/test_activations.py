@@ -1,5 +1,4 @@
-"""Activation checkpoints under tensor parallelism: resident memory, and gradients equal to one
-device's."""
+"""Activation checkpoints: resident memory, and gradients equal to those of one device."""
 
 import pytest
 import torch

@@ -48,8 +48,7 @@ class TestZeroConfig:
 
     @pytest.mark.parametrize("divide", ["pre", "premul"])
     def test_refuses_a_count_known_only_after_the_sum(self, divide):
-        """The number of rows, or an undeclared number of micro-batches, is unknown at the first
-        sum."""
+        """The number of rows, or of undeclared micro-batches, is unknown at the first sum."""
         early = {"divide": divide, "sync": "every"}
         with pytest.raises(UsageError, match=r"rows are counted only after.*sync='last'"):
             ZeroConfig(divide_by="tokens", **early)

@@ -237,8 +237,7 @@ class TestRedundancy:
 
     @pytest.mark.parametrize("redundancy", [2, 4])
     def test_sums_over_all_ranks(self, run_ranks, redundancy):
-        """The sum goes beyond the shard group, even one of a single rank; the divisor counts all
-        ranks."""
+        """The sum goes beyond the shard group, even one of one rank; the divisor counts all."""
 
         def program(rank):
             ddp = self.wrap_blocks(redundancy)
