@@ -61,7 +61,7 @@ def write(path: str, lines: Iterator[str]) -> None:
 
 def commands() -> Iterator[str]:
     yield "# Commands\n"
-    yield "`zero-sim COMMAND --help` prints the same in a terminal.\n"
+    yield "`zero-sim COMMAND --help` prints this text in a terminal.\n"
     yield "::: mkdocs-click\n    :module: zero_sim.cli.main\n    :command: main"
     yield "    :prog_name: zero-sim\n    :depth: 1\n    :style: table\n"
 
@@ -126,7 +126,7 @@ def _cell(text: str) -> str:
 
 def checks() -> Iterator[str]:
     yield "# Checks\n"
-    yield "Each finding names its check. `zero-sim explain CHECK` prints the same in a terminal.\n"
+    yield "Each finding names its check. `zero-sim explain CHECK` prints its section in a terminal.\n"
     for check, entry in EXPLANATIONS.items():
         yield f"## {check}\n"
         yield f"{entry.meaning}\n"
@@ -147,7 +147,7 @@ def api() -> Iterator[str]:
 
 
 def gallery() -> Iterator[tuple[str, str]]:
-    """Yield name and title of each known divergence, and write its page."""
+    """Yield name and title of each known fault, and write its page."""
     for path in sorted(UPSTREAM.glob("*.md")):
         if path.stem == "README":
             continue
@@ -166,7 +166,7 @@ def _gallery_page(name: str, text: str) -> Iterator[str]:
         yield from _finding(name, scenario)
         yield f"## The smallest case\n\n{scenario.description}\n"
         yield f"```toml\n{case.read_text()}```\n"
-        yield f"`zero-sim run scenarios/upstream/{name}.toml` judges it.\n"
+        yield f"Run it with `zero-sim run scenarios/upstream/{name}.toml`.\n"
     if script.exists():
         yield f"## Without zero_sim\n\n```python\n{script.read_text()}```\n"
 
@@ -174,7 +174,7 @@ def _gallery_page(name: str, text: str) -> Iterator[str]:
 def _finding(name: str, scenario: Scenario) -> Iterator[str]:
     """Yield the expected finding of a case, as a picture and a table.
 
-    Nothing if the library is not installed, or if its installed version is mended.
+    Yield nothing if the library is not installed, or if its installed version has the fault fixed.
     """
     if why_missing(find_target(scenario.system.target)):
         return
@@ -186,7 +186,7 @@ def _finding(name: str, scenario: Scenario) -> Iterator[str]:
     if result.strip is not None and result.strip.check == first.check:
         with mkdocs_gen_files.open(f"gallery/{name}.svg", "w") as file:
             file.write(buffer_map_svg(result.strip, title=f"Where {first.check} differs"))
-        yield f"![Flat buffer, and the elements that differ]({name}.svg)\n"
+        yield f"![Flat buffer with the elements that differ]({name}.svg)\n"
     extent = f"{first.differ_count} of {first.compared_count}" if first.differ_count else ""
     yield f"| check | [{first.check}](../reference/checks.md#{first.check.replace('.', '')}) |"
     yield "|---|---|"
@@ -204,14 +204,14 @@ def _finding(name: str, scenario: Scenario) -> Iterator[str]:
 def walkthroughs() -> Iterator[str]:
     """Yield the page that lists the walkthroughs, and write their own pages."""
     yield "# Walkthroughs\n"
-    yield "Every number on these pages comes from a run. Arrow keys go from step to step.\n"
+    yield "Every number on these pages comes from a run. Move from step to step with the arrow keys.\n"
     walks = {"zero1": walk_zero1, "ring": walk_ring, "lifecycle": walk_lifecycle}
     for name, make in walks.items():
         walk = make()
         with mkdocs_gen_files.open(f"walkthrough/{name}.html", "w") as file:
             file.write(render_walk_page(walk))
         yield f"- [{walk.title}]({name}.html), {len(walk.steps)} steps. {walk.about}"
-    yield "\n`zero-sim walkthrough step --scenario FILE --html PAGE` makes one of your own case."
+    yield "\n`zero-sim walkthrough step --scenario FILE --html PAGE` writes such a page for your own case."
 
 
 write("reference/commands.md", commands())
@@ -224,7 +224,8 @@ for path, page in PAGES.items():
 entries = list(gallery())
 write("gallery/index.md", iter([
     "# Gallery\n",
-    "Divergences that zero_sim found in released libraries. Each page has the smallest case, a "
-    "script without zero_sim, the affected version, and a text for its authors.\n",
+    "Faults that zero_sim found in released versions of libraries. Each page is a report for the "
+    "library's authors: the version, the output, the cause, the smallest case, and a script that "
+    "shows the fault without zero_sim.\n",
     *(f"- [{title}]({name}.md)" for name, title in entries),
 ]))  # fmt: skip

@@ -1,4 +1,4 @@
-"""accelerate's save_state leaves out params without elements but one, and load_state raises.
+"""accelerate's save_state drops all but one param without elements, and load_state raises.
 
 Run: OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 accelerate-ddp-empty-params.py
 """

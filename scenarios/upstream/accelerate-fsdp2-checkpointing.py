@@ -1,4 +1,4 @@
-"""accelerate's FSDP2 with activation_checkpointing raises where no children are wrapped.
+"""accelerate's FSDP2 with activation_checkpointing raises if no wrap policy is set.
 
 Run: OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 accelerate-fsdp2-checkpointing.py
 """
@@ -10,7 +10,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 accelerator = Accelerator(cpu=True)
 if accelerator.num_processes > 1:
-    # As AcceleratorState does where there is a GPU.
+    # As AcceleratorState does on a GPU.
     PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, activation_checkpointing=True

@@ -1,4 +1,4 @@
-"""accelerate's FSDP2 with size_based_wrap raises at a model with a ModuleList.
+"""accelerate's FSDP2 with size_based_wrap raises for a model with a ModuleList.
 
 Run: OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 accelerate-fsdp2-containers.py
 """
@@ -22,7 +22,7 @@ class Layers(torch.nn.Module):
 
 accelerator = Accelerator(cpu=True)
 if accelerator.num_processes > 1:
-    # As AcceleratorState does where there is a GPU.
+    # As AcceleratorState does on a GPU.
     PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=8

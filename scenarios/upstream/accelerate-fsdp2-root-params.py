@@ -1,4 +1,4 @@
-"""accelerate's FSDP2 with cpu_ram_efficient_loading raises at a param of the model itself.
+"""accelerate's FSDP2 with cpu_ram_efficient_loading raises for a param of the root module.
 
 Run: OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 accelerate-fsdp2-root-params.py
 """
@@ -20,7 +20,7 @@ class Scale(torch.nn.Module):
 
 accelerator = Accelerator(cpu=True)
 if accelerator.num_processes > 1:
-    # As AcceleratorState does where there is a GPU.
+    # As AcceleratorState does on a GPU.
     PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, cpu_ram_efficient_loading=True

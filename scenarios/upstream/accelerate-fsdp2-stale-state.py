@@ -1,4 +1,4 @@
-"""accelerate's FSDP2 loses the state of an optimizer that has trained before.
+"""accelerate's FSDP2 drops the state of an optimizer that has stepped before `prepare`.
 
 Run: OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 accelerate-fsdp2-stale-state.py
 """
@@ -11,10 +11,10 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 torch.manual_seed(0)
 accelerator = Accelerator(cpu=True)
 if accelerator.num_processes > 1:
-    # As AcceleratorState does where there is a GPU.
+    # As AcceleratorState does on a GPU.
     PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-# An optimizer that goes on, as after `load_state_dict`.
+# An optimizer with state, as after `load_state_dict`.
 model = torch.nn.Linear(4, 4, bias=False)
 optimizer = torch.optim.Adam(model.parameters())
 for _ in range(3):

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO optimizer cannot be built where a param group has no elements.
+"""DeepSpeed's ZeRO optimizer cannot be built if a param group has no elements.
 
 Run: DS_ACCELERATOR=cpu DS_BUILD_OPS=0 torchrun --nproc-per-node 1 deepspeed-empty-group.py
 """
@@ -16,7 +16,7 @@ class WithEmpty(torch.nn.Module):
 
 
 dist.init_process_group("gloo")
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # avoids a compilation
 model = WithEmpty()
 groups = [{"params": [model.empty]}, {"params": [model.weight]}]
 try:

@@ -1,4 +1,4 @@
-"""DeepSpeed at stage 0 in bf16 or fp16 steps once with gradients of zero when it begins.
+"""DeepSpeed at stage 0 in bf16 or fp16 makes an optimizer step with zero gradients at its start.
 
 Run: DS_ACCELERATOR=cpu DS_BUILD_OPS=0 torchrun --nproc-per-node 1 deepspeed-initial-step.py
 """
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 dist.init_process_group("gloo")
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # avoids a compilation
 for stage in (0, 1):
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.ones_(model.weight)

@@ -1,4 +1,4 @@
-"""DeepSpeed at stage 0 in fp16 divides gradients by a loss scale that no loss was multiplied with.
+"""DeepSpeed at stage 0 in fp16 divides gradients by a loss scale not applied to the loss.
 
 Run: DS_ACCELERATOR=cpu DS_BUILD_OPS=0 torchrun --nproc-per-node 1 deepspeed-loss-not-scaled.py
 """
@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 dist.init_process_group("gloo")
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled
-# CPUs without fp16 kernels of oneDNN compute in fp16 as well.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # avoids a compilation
+# Without fp16 kernels of oneDNN, a CPU computes in fp16 as well.
 deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
 for stage in (0, 1):
     model = torch.nn.Linear(1, 1, bias=False)

@@ -1,4 +1,4 @@
-"""DeepSpeed at stage 0 scales by the number of micro-batches although scale_wrt_gas is False.
+"""DeepSpeed at stage 0 divides by the number of micro-batches despite scale_wrt_gas=False.
 
 Run: DS_ACCELERATOR=cpu DS_BUILD_OPS=0 torchrun --nproc-per-node 1 deepspeed-loss-scaled.py
 """
@@ -18,7 +18,7 @@ class ReturnsLoss(torch.nn.Module):
 
 
 dist.init_process_group("gloo")
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # avoids a compilation
 for stage in (0, 1):
     model = ReturnsLoss()
     engine, *_ = deepspeed.initialize(

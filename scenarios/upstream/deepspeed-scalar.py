@@ -16,7 +16,7 @@ class WithScalar(torch.nn.Module):
 
 
 dist.init_process_group("gloo")
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # avoids a compilation
 model = WithScalar()
 try:
     deepspeed.initialize(

@@ -1,4 +1,4 @@
-"""DeepSpeed's universal checkpoints have two states of an optimizer, and drop others unsaid.
+"""DeepSpeed's universal checkpoints contain exp_avg and exp_avg_sq, and silently drop other state.
 
 Run: DS_ACCELERATOR=cpu DS_BUILD_OPS=0 torchrun --nproc-per-node 1 deepspeed-universal-amsgrad.py
 """
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 dist.init_process_group("gloo")
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # avoids a compilation
 
 
 def build():

@@ -1,4 +1,4 @@
-"""DeepSpeed cannot load a universal checkpoint on a rank that has no part of a param group.
+"""DeepSpeed cannot load a universal checkpoint on a rank without part of a param group.
 
 Run: DS_ACCELERATOR=cpu DS_BUILD_OPS=0 torchrun --nproc-per-node 2 deepspeed-universal-no-part.py
 """
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 dist.init_process_group("gloo")
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # avoids a compilation
 
 
 def build():

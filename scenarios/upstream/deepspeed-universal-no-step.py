@@ -1,4 +1,4 @@
-"""DeepSpeed cannot make a universal checkpoint of stage 3 that has not stepped yet.
+"""DeepSpeed cannot convert a stage 3 checkpoint saved before the first step.
 
 Run: DS_ACCELERATOR=cpu DS_BUILD_OPS=0 torchrun --nproc-per-node 1 deepspeed-universal-no-step.py
 """
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 dist.init_process_group("gloo")
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # avoids a compilation
 for stage in (1, 3):
     model = torch.nn.Linear(1, 1, bias=False)
     engine, *_ = deepspeed.initialize(
@@ -36,6 +36,6 @@ for stage in (1, 3):
         capture_output=True,
         text=True,
     )
-    said = ran.stderr.strip().splitlines()[-1] if ran.returncode else "converted, as expected"
-    print(f"stage {stage}: {said}")
+    outcome = ran.stderr.strip().splitlines()[-1] if ran.returncode else "converted, as expected"
+    print(f"stage {stage}: {outcome}")
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""DeepSpeed's stage 3 gives all groups of a universal checkpoint one step and the first's settings.
+"""DeepSpeed's stage 3 loads one step and one group's settings for all groups of a checkpoint.
 
 Run: DS_ACCELERATOR=cpu DS_BUILD_OPS=0 torchrun --nproc-per-node 1 deepspeed-universal-steps.py
 """
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 dist.init_process_group("gloo")
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # avoids a compilation
 
 
 class Sum(torch.nn.Module):
@@ -47,7 +47,7 @@ def step(engine):
     engine.step()
 
 
-def told(optimizer):
+def steps_and_settings(optimizer):
     steps = [int(state["step"]) for state in optimizer.state.values()]
     return steps, [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
 
@@ -63,11 +63,11 @@ subprocess.run(
     capture_output=True,
 )
 step(engine)
-wanted = told(optimizer)
+wanted = steps_and_settings(optimizer)
 engine, optimizer = build()
 engine.load_checkpoint(folder, tag="universal")
 step(engine)
-got = told(optimizer)
+got = steps_and_settings(optimizer)
 print(f"expected steps of {wanted[0]}, got {got[0]}")
 print(f"expected lr and weight decay of {wanted[1]}, got {got[1]}")
 dist.destroy_process_group()

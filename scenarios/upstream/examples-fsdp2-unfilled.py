@@ -1,6 +1,8 @@
-"""Params of PyTorch's FSDP2 example that nothing fills: `python FILE FOLDER_OF_FSDP2_EXAMPLE`.
+"""Uninitialized params of PyTorch's FSDP2 example.
 
-The example itself runs under torchrun; its start needs one process alone.
+Run: python examples-fsdp2-unfilled.py FOLDER_OF_FSDP2_EXAMPLE
+
+The example itself runs under torchrun, but its initialization needs only one process.
 """
 
 import sys

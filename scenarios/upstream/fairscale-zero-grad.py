@@ -1,4 +1,4 @@
-"""ShardedDDP sums stale buffers after a zero_grad that sets gradients to None.
+"""ShardedDDP reduces stale buffers after a zero_grad that sets gradients to None.
 
 Run: torchrun --nproc-per-node 2 fairscale-zero-grad.py
 """
@@ -25,7 +25,7 @@ optimizer = OSS(model.parameters(), optim=torch.optim.SGD, lr=1.0)
 sharded = ShardedDataParallel(model, optimizer)
 for step, x in enumerate((1.0, 10.0)):
     optimizer.zero_grad()
-    sharded(torch.full((1,), x * 2 * rank)).backward()  # x in the mean of two ranks
+    sharded(torch.full((1,), x * 2 * rank)).backward()  # the mean of both ranks is x
     owned = [(n, p.grad.item()) for n, p in model.named_parameters() if p.grad is not None]
     print(f"step {step}, rank {rank}: gradients {owned}, expected {x} where it owns")
     optimizer.step()

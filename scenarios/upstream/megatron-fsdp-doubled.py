@@ -1,4 +1,4 @@
-"""Megatron-FSDP doubles gradients where one rank has all shards and a grad_comm_dtype is set.
+"""Megatron-FSDP doubles gradients if one rank has all shards and a grad_comm_dtype is set.
 
 Run: torchrun --nproc-per-node 1 megatron-fsdp-doubled.py
 """
@@ -12,7 +12,7 @@ from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 
 
 class Stream:
-    """Of a GPU, in name: what is asked of one is done when it is asked."""
+    """Stand-in for a GPU's stream. On a CPU, calls are done when they return."""
 
     def wait_stream(self, other): ...
 
@@ -20,7 +20,7 @@ class Stream:
         return types.SimpleNamespace(wait=lambda: None)
 
 
-# Where the library calls torch.cuda there is nothing to be done on a CPU.
+# On a CPU, the library's calls of torch.cuda have nothing to do.
 torch.cuda.current_device = lambda: 0
 torch.cuda.Stream = torch.cuda.current_stream = Stream
 torch.cuda.stream = lambda stream: contextlib.nullcontext()
@@ -39,7 +39,7 @@ def sharded(stage, **settings):
         device=torch.device("cpu"),
         **settings,
     )
-    model.ddp_config.gradient_reduce_div_fusion = False  # a kind of sum that gloo has not
+    model.ddp_config.gradient_reduce_div_fusion = False  # gloo has no PREMUL_SUM
     return model
 
 

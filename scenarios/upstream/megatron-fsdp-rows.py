@@ -1,4 +1,4 @@
-"""Megatron-FSDP cuts rows in two where params of one bucket have rows of several lengths.
+"""Megatron-FSDP cuts a row in two if params of one bucket have rows of different lengths.
 
 Run: torchrun --nproc-per-node 2 megatron-fsdp-rows.py
 """
@@ -12,7 +12,7 @@ from megatron_fsdp import fully_shard_model
 
 
 class Stream:
-    """Of a GPU, in name: what is asked of one is done when it is asked."""
+    """Stand-in for a GPU's stream. On a CPU, calls are done when they return."""
 
     def wait_stream(self, other): ...
 
@@ -20,7 +20,7 @@ class Stream:
         return types.SimpleNamespace(wait=lambda: None)
 
 
-# Where the library calls torch.cuda there is nothing to be done on a CPU.
+# On a CPU, the library's calls of torch.cuda have nothing to do.
 torch.cuda.current_device = lambda: 0
 torch.cuda.Stream = torch.cuda.current_stream = Stream
 torch.cuda.stream = lambda stream: contextlib.nullcontext()

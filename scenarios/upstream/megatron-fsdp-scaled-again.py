@@ -1,4 +1,4 @@
-"""Megatron-FSDP scales accumulated gradients again with HSDP where one rank has all shards.
+"""Megatron-FSDP scales accumulated gradients again under HSDP if one rank has all shards.
 
 Run: torchrun --nproc-per-node 2 megatron-fsdp-scaled-again.py
 """
@@ -12,7 +12,7 @@ from megatron_fsdp import fully_shard_model
 
 
 class Stream:
-    """Of a GPU, in name: what is asked of one is done when it is asked."""
+    """Stand-in for a GPU's stream. On a CPU, calls are done when they return."""
 
     def wait_stream(self, other): ...
 
@@ -20,7 +20,7 @@ class Stream:
         return types.SimpleNamespace(wait=lambda: None)
 
 
-# Where the library calls torch.cuda there is nothing to be done on a CPU.
+# On a CPU, the library's calls of torch.cuda have nothing to do.
 torch.cuda.current_device = lambda: 0
 torch.cuda.Stream = torch.cuda.current_stream = Stream
 torch.cuda.stream = lambda stream: contextlib.nullcontext()
@@ -41,7 +41,7 @@ for stage in (1, 2, 3):
         zero_dp_strategy=stage,
         device=torch.device("cpu"),
     )
-    model.ddp_config.gradient_reduce_div_fusion = False  # a kind of sum that gloo has not
+    model.ddp_config.gradient_reduce_div_fusion = False  # gloo has no PREMUL_SUM
     # Every micro-batch has a gradient of 1 on both ranks.
     for last in (False, True):
         model.set_model_auto_sync(last)

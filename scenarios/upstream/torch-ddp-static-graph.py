@@ -1,4 +1,4 @@
-"""DDP with static_graph fails where the first backward is under no_sync.
+"""DDP with static_graph fails if the first backward is under no_sync.
 
 Run: torchrun --nproc-per-node 1 torch-ddp-static-graph.py
 """

@@ -1,4 +1,4 @@
-"""HYBRID_SHARD on a mesh whose shard dimension is 1 never reduces gradients over the replicas.
+"""HYBRID_SHARD on a mesh with a shard dimension of 1 never reduces gradients over the replicas.
 
 Run: torchrun --nproc-per-node 2 torch-fsdp1-hybrid-alone.py
 """

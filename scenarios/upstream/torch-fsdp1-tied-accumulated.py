@@ -1,4 +1,4 @@
-"""FSDP1 raises where it shards nothing and accumulates 16-bit gradients of a tied param.
+"""FSDP1 with NO_SHARD raises if it accumulates 16-bit gradients of a tied param.
 
 Run: torchrun --nproc-per-node 2 torch-fsdp1-tied-accumulated.py
 """
@@ -37,8 +37,8 @@ for strategy, dtype, tied in (
         with model.no_sync():
             model(torch.ones(1, 1)).backward()
         model(torch.ones(1, 1)).backward()
-        said = "trained, as expected"
+        outcome = "trained, as expected"
     except RuntimeError as error:
-        said = f"RuntimeError: {str(error).partition('.')[0]}"
-    print(f"{strategy.name}, {dtype}, tied: {tied}: {said}", flush=True)
+        outcome = f"RuntimeError: {str(error).partition('.')[0]}"
+    print(f"{strategy.name}, {dtype}, tied: {tied}: {outcome}", flush=True)
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""fully_shard with a divide factor and forced sums divides twice where one rank has all shards.
+"""fully_shard with a divide factor and forced sums divides twice if one rank has all shards.
 
 Run: torchrun --nproc-per-node 1 torch-fsdp2-divides-twice.py
 """

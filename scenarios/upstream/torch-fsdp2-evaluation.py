@@ -1,4 +1,4 @@
-"""fully_shard keeps params that a forward under no_grad gathered, and trains on with old ones.
+"""fully_shard keeps params that a forward under no_grad gathered, and trains with stale values.
 
 Run: torchrun --nproc-per-node 2 torch-fsdp2-evaluation.py
 """
@@ -20,7 +20,7 @@ output = model(inputs).detach().flatten()
 model.reshard()
 if dist.get_rank() == 0:
     print(f"the forward gave {output.tolist()}", end="; ")
-whole = model.weight.full_tensor().detach().flatten()
+unsharded = model.weight.full_tensor().detach().flatten()
 if dist.get_rank() == 0:
-    print(f"the params are {whole.tolist()}")
+    print(f"the params are {unsharded.tolist()}")
 dist.destroy_process_group()

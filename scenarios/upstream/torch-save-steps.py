@@ -1,4 +1,4 @@
-"""get_optimizer_state_dict before the first step leaves a counter of steps of 1.
+"""get_optimizer_state_dict before the first step leaves a step counter of 1.
 
 Run: OMP_NUM_THREADS=1 torchrun --nproc-per-node 1 torch-save-steps.py
 """

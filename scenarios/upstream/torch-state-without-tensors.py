@@ -1,4 +1,4 @@
-"""torch cannot load the whole state of an optimizer that keeps no tensors, sharded or not.
+"""torch cannot load the full state of an optimizer without state tensors, sharded or not.
 
 Run: OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 torch-state-without-tensors.py
 """
@@ -15,12 +15,12 @@ for is_sharded, from_first in ((True, True), (True, False), (False, True)):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    whole = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_first)
-    saved = state_dict.get_optimizer_state_dict(model, optimizer, options=whole)
+    full = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_first)
+    saved = state_dict.get_optimizer_state_dict(model, optimizer, options=full)
     try:
-        state_dict.set_optimizer_state_dict(model, optimizer, saved, options=whole)
-        said = "loaded"
+        state_dict.set_optimizer_state_dict(model, optimizer, saved, options=full)
+        outcome = "loaded"
     except AssertionError as error:
-        said = f"expected what was saved to be loaded, got AssertionError: {error}"
-    print(f"sharded: {is_sharded}, broadcast: {from_first}: {said}")
+        outcome = f"expected the saved state to be loaded, got AssertionError: {error}"
+    print(f"sharded: {is_sharded}, broadcast: {from_first}: {outcome}")
 torch.distributed.destroy_process_group()
