@@ -19,8 +19,8 @@ optimizer.step()
 output = model(inputs).detach().flatten()
 model.reshard()
 if dist.get_rank() == 0:
-    print(f"the forward gave {output.tolist()}", end="; ")
+    print(f"the forward gave {[round(x, 4) for x in output.tolist()]}", end="; ")
 unsharded = model.weight.full_tensor().detach().flatten()
 if dist.get_rank() == 0:
-    print(f"the params are {unsharded.tolist()}")
+    print(f"the params are {[round(x, 4) for x in unsharded.tolist()]}")
 dist.destroy_process_group()
