@@ -24,4 +24,4 @@ with torch.no_grad():
 model.reset_parameters()
 left = [name for name, param in model.named_parameters() if param.isnan().any()]
 total = len(list(model.parameters()))
-print(f"expected no param left as it was, got {len(left)} of {total}, such as {left[0]}")
+print(f"expected all params reset, got {len(left)} of {total} not reset, such as {left[0]}")
