@@ -126,7 +126,7 @@ def _cell(text: str) -> str:
 
 def checks() -> Iterator[str]:
     yield "# Checks\n"
-    yield "Each finding names its check. `zero-sim explain CHECK` prints its section in a terminal.\n"
+    yield "Each finding names its check. `zero-sim explain CHECK` prints one section.\n"
     for check, entry in EXPLANATIONS.items():
         yield f"## {check}\n"
         yield f"{entry.meaning}\n"
@@ -204,14 +204,14 @@ def _finding(name: str, scenario: Scenario) -> Iterator[str]:
 def walkthroughs() -> Iterator[str]:
     """Yield the page that lists the walkthroughs, and write their own pages."""
     yield "# Walkthroughs\n"
-    yield "Every number on these pages comes from a run. Move from step to step with the arrow keys.\n"
+    yield "Every number on these pages comes from a run. Arrow keys move from step to step.\n"
     walks = {"zero1": walk_zero1, "ring": walk_ring, "lifecycle": walk_lifecycle}
     for name, make in walks.items():
         walk = make()
         with mkdocs_gen_files.open(f"walkthrough/{name}.html", "w") as file:
             file.write(render_walk_page(walk))
         yield f"- [{walk.title}]({name}.html), {len(walk.steps)} steps. {walk.about}"
-    yield "\n`zero-sim walkthrough step --scenario FILE --html PAGE` writes such a page for your own case."
+    yield "\n`zero-sim walkthrough step --scenario FILE --html PAGE` writes one for your own case."
 
 
 write("reference/commands.md", commands())
