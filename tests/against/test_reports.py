@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -54,6 +55,16 @@ def test_reports_say_what_the_text_says(script):
     assert headline in page
     assert verdict["command"] in page
     assert "<script" not in page
+
+
+def test_command_of_a_verdict_has_the_options_of_its_run(script):
+    options = ("--own-modules", "json", "--seed", "3", "--allow-drift", "loss", "--timing", "lazy")
+    done = judge(script, *options)
+    (line,) = (line for line in done.output.splitlines() if line.startswith("  repeat: "))
+    command = shlex.split(line.removeprefix("  repeat: zero-sim "))
+    assert CliRunner().invoke(main, command).output == done.output
+    for flag, value in zip(options[::2], options[1::2], strict=True):
+        assert command[command.index(flag) + 1] == value
 
 
 def test_page_has_the_picture_of_a_tensor_that_differs_in_part(script):

@@ -68,8 +68,8 @@ def render(verdict: AgainstVerdict, account: Account | None) -> str:
 def _account(verdict: AgainstVerdict, account: Account) -> list[str]:
     first = verdict.differences[0]
     lines = [
-        f"{_ranks(account, first.measured.kind)}: off by {_percent(first.measured.relative)} of the "
-        f"largest value; rounding explains up to {_percent(first.rounding * LIMIT)}",
+        f"{_ranks(account, first.measured.kind)}: off by {_percent(first.measured.relative)} of "
+        f"the largest value; rounding explains up to {_percent(first.rounding * LIMIT)}",
         f"{account.differ_count:,} of {account.elems:,} elements differ; element "
         f"{account.element}: expected {account.expected:.9g}, got {account.got:.9g}",
     ]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from zero_sim.cli.parts import FILE, FOLDER, option
+from zero_sim.cli.repeat import world_words
 from zero_sim.errors import UsageError
 from zero_sim.host.files import unwritten, write_whole
 from zero_sim.untrusted import printable
@@ -146,7 +147,7 @@ def judge_script(
             again = ["zero-sim", "replay", "--bundles", str(options.bundles), bundle, "--trust"]
             click.echo(f"  replay: {shlex.join(again)}")
         seconds = time.perf_counter() - begun
-        command = _command(options, side, words=words)
+        command = _command(options, side, seed=seed, words=words)
         if verdict.outcome != "equal":
             click.echo(f"  repeat: {command}")
         reported.append(
@@ -180,11 +181,17 @@ def _write_reports(options: AgainstOptions, reported: Sequence[Reported], *, sta
         write_against_page(options.html, reported)
 
 
-def _command(options: AgainstOptions, side: Side, *, words: Sequence[str]) -> str:
+def _command(options: AgainstOptions, side: Side, *, seed: int, words: Sequence[str]) -> str:
     """Return the command that judges a side again."""
     settings = side.settings
-    given = ["--against", str(options.against), "--nproc-per-node", str(settings.ranks_per_node)]
-    given += ["--nnodes", str(settings.nodes)] if settings.nodes > 1 else []
+    given = ["--against", str(options.against), *world_words(settings)]
+    # The defaults of a single run.
+    given += ["--timing", settings.timing] if settings.timing != "eager" else []
+    given += ["--schedule", settings.schedule] if settings.schedule != "round-robin" else []
+    given += ["--races"] if settings.races else []
+    given += ["--seed", str(seed)] if seed else []
+    for name in side.allowed_drift:
+        given += ["--allow-drift", name]
     for flag, value in (
         ("--arguments-of-one", options.arguments_of_one),
         ("--arguments-of-stopped", options.arguments_of_stopped),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -14,6 +13,7 @@ import click
 
 from zero_sim.cli.against import AgainstOptions, judge_script
 from zero_sim.cli.parts import STALL_SECONDS, option, require_with, takes
+from zero_sim.cli.repeat import repeat_command
 from zero_sim.errors import UsageError
 from zero_sim.host.packages import packages_needed
 from zero_sim.untrusted import printable
@@ -404,62 +404,6 @@ def _ranks(run: ScriptRun, settings: Settings) -> str:
     # A script that calls mp.spawn may start several worlds in turn.
     sizes = run.started or (settings.world_size,)
     return f"{', then '.join(map(str, sizes))} ranks"
-
-
-def repeat_command(
-    settings: Settings,
-    seeds: Sequence[int],
-    *,
-    words: Sequence[str],
-    ignored: re.Pattern[str] | None = None,
-    allowed_drift: Sequence[str] = (),
-) -> str:
-    """Return the command that repeats a script's runs.
-
-    Args:
-        settings: The world's settings.
-        seeds: A seed per run.
-        words: Script and arguments.
-        ignored: Pattern for lines that are not compared.
-        allowed_drift: Names of tensors that may differ among ranks.
-    """
-    from zero_sim.script.launch import Settings
-
-    # Settings with default values are left out.
-    usual = Settings(ranks_per_node=1)
-    options = ["--nproc-per-node", str(settings.ranks_per_node)]
-    for flag, name in (
-        ("--nnodes", "nodes"),
-        ("--order", "order"),
-        ("--depth", "depth"),
-        ("--stall-seconds", "stall_seconds"),
-        ("--master-addr", "address"),
-        ("--master-port", "port"),
-    ):
-        value = getattr(settings, name)
-        if value != getattr(usual, name):
-            options += [flag, str(value)]
-    # Always given, because their defaults depend on the number of runs.
-    options += ["--timing", settings.timing, "--schedule", settings.schedule]
-    # The default of --races depends on it too; see `_WorldOptions.settings`.
-    if settings.races != (len(seeds) > 1):
-        options += ["--races" if settings.races else "--no-races"]
-    flags = (("--no-strict", not settings.strict), ("--cuda-is-cpu", settings.cuda_is_cpu))
-    options += [flag for flag, given in flags if given]
-    for package in settings.packages:
-        options += ["--own-modules", package]
-    if settings.shown is not None:
-        options += ["--output-of", ",".join(map(str, sorted(settings.shown)))]
-    for name in allowed_drift:
-        options += ["--allow-drift", name]
-    if ignored is not None:
-        options += ["--ignore", ignored.pattern]
-    if len(seeds) == 1:
-        options += ["--seed", str(seeds[0])]
-    else:
-        # Only the two seeds whose runs differ: --runs would repeat all runs between them.
-        options += ["--seeds", ",".join(map(str, seeds))]
-    return shlex.join(["zero-sim", "torchrun", *options, *words])
 
 
 def _say(text: str) -> None:
