@@ -133,8 +133,9 @@ def checks() -> Iterator[str]:
         yield f"**Why it matters.** {entry.why}\n"
         yield "**Usual causes**\n"
         yield from (f"- {_cell(cause)}" for cause in entry.causes)
+        yield f"\n**Next.** {entry.next}\n"
         if entry.seen_in:
-            yield "\n**Seen in**\n"
+            yield "**Seen in**\n"
             yield from (f"- {_cell(bug)}" for bug in entry.seen_in)
         yield ""
 

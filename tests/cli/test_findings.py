@@ -12,7 +12,7 @@ class TestExplain:
     def test_a_check(self, invoke):
         result = invoke("explain", "world.race")
         assert result.exit_code == 0
-        assert result.stdout.startswith("world.race\n  what ")
+        assert result.stdout.startswith("world.race\n  meaning ")
         assert "PyTorch#144535" in result.stdout
 
     def test_a_bundle_with_its_own_numbers(self, invoke, bundle):

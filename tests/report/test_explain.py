@@ -44,7 +44,14 @@ def test_an_explanation_is_complete_and_ascii(explanation):
     assert explanation.meaning.endswith(".")
     assert explanation.why
     assert explanation.causes
-    texts = [explanation.meaning, explanation.why, *explanation.causes, *explanation.seen_in]
+    assert explanation.next.endswith(".")
+    texts = [
+        explanation.meaning,
+        explanation.why,
+        explanation.next,
+        *explanation.causes,
+        *explanation.seen_in,
+    ]
     assert all(text.isascii() for text in texts)
     assert all("#" in bug.partition(":")[0] for bug in explanation.seen_in)
 

@@ -179,9 +179,10 @@ def test_an_explanation_is_wrapped():
     lines = render_explanation(explain("equality.grad")).splitlines()
     assert lines[0] == "equality.grad"
     assert [line[2:9].strip() for line in lines[1:] if line[2:3].strip()] == [
-        "what",
+        "meaning",
         "why",
         "causes",
+        "next",
         "seen in",
     ]
     assert max(map(len, lines)) <= 100

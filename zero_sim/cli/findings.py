@@ -18,13 +18,13 @@ from zero_sim.report.commands import DEFAULT_BUNDLES
 @bundles_option
 @json_option
 def explain(name: str, bundles: Path, as_json: bool) -> None:
-    """Explain a check: its meaning, usual causes and known cases.
+    """Explain a check: its meaning, usual causes, the next step and known cases.
 
     With a bundle, prints its case and explains the check of its first finding.
 
     \b
     Examples:
-      zero-sim explain equality.grads
+      zero-sim explain equality.grad
       zero-sim explain 4f2a
     """
     from zero_sim.report.explain import EXPLANATIONS

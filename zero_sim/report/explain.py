@@ -16,11 +16,13 @@ class Explanation:
 
     check: Check
     meaning: str
-    """The compared quantity, or the checked rule."""
+    """The rule that a finding breaks, or the event that it reports."""
     why: str
-    """The damage to training if the check fails."""
+    """The damage in training."""
     causes: tuple[str, ...]
-    """Usual causes, most frequent first."""
+    """Usual causes, the most frequent first."""
+    next: str
+    """The first thing to do after a finding."""
     seen_in: tuple[str, ...] = ()
     """Public bugs of this kind, as `project#number: description`."""
 
@@ -34,6 +36,7 @@ def _read() -> dict[str, Explanation]:
             meaning=" ".join(entry["meaning"].split()),
             why=" ".join(entry["why"].split()),
             causes=tuple(entry["causes"]),
+            next=" ".join(entry["next"].split()),
             seen_in=tuple(entry.get("seen_in", ())),
         )
         for check, entry in tomllib.loads(text).items()

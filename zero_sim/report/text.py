@@ -193,16 +193,22 @@ def _case_lines(case: str) -> list[str]:
 
 
 def render_explanation(explanation: Explanation) -> str:
-    """Render a check's explanation: meaning, reason, usual causes, public bugs."""
-    parts = [
+    """Render a check's explanation: meaning, reason, usual causes, next step, public bugs."""
+    lines = (
         explanation.check,
-        *_paragraph("what", explanation.meaning),
+        *_paragraph("meaning", explanation.meaning),
         *_paragraph("why", explanation.why),
-    ]
-    for label, entries in (("causes", explanation.causes), ("seen in", explanation.seen_in)):
-        for index, entry in enumerate(entries):
-            parts.extend(_paragraph(label if index == 0 else "", entry, bullet="- "))
-    return "\n".join(parts)
+        *_bullets("causes", explanation.causes),
+        *_paragraph("next", explanation.next),
+        *_bullets("seen in", explanation.seen_in),
+    )
+    return "\n".join(lines)
+
+
+def _bullets(label: str, entries: Sequence[str]) -> list[str]:
+    labels = (label, *[""] * len(entries))
+    lines = (_paragraph(*each, bullet="- ") for each in zip(labels, entries, strict=False))
+    return [line for paragraph in lines for line in paragraph]
 
 
 def render_bundle(bundle: Bundle) -> str:
