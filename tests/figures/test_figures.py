@@ -1,4 +1,4 @@
-"""Each figure of the documents: a command prints it, and a test computes it in another way."""
+"""A command prints each number of the documents, and a test computes it in another way."""
 
 import ast
 import functools
@@ -19,14 +19,14 @@ FIGURES = tomllib.loads(Path(__file__).with_name("figures.toml").read_text())["f
 
 @functools.cache
 def printed_by(command):
-    """Everything that a command prints, as `unmarked` returns it."""
+    """Return the output of a command, as `unmarked` returns it."""
     done = CliRunner().invoke(main, shlex.split(command))
     assert done.exit_code == 0, done.output
     return unmarked(done.output)
 
 
 def unmarked(text):
-    """Drop the signs after marked cells, and all blanks but one between words."""
+    """Drop the signs after marked cells, and use a single blank between words."""
     signs = "".join(SIGNS.values())
     return " ".join(word.rstrip(signs) or word for word in text.split())
 
@@ -39,7 +39,7 @@ def id_of(figure):
 def test_a_command_prints_it(figure, monkeypatch):
     monkeypatch.chdir(ROOT)
     shows = unmarked(figure["shows"])
-    # Whole numbers: 0.02 is not in 0.0275.
+    # Match whole numbers, because 0.0275 contains 0.02.
     assert re.search(rf"(?<!\S){re.escape(shows)}(?![\w%]|[.,]\d)", printed_by(figure["command"]))
     assert figure["value"] in shows
 
@@ -57,22 +57,22 @@ def test_no_figure_stands_twice():
 
 
 def test_the_slips_are_known():
-    """All values that differ from the document's, by the figure's name."""
+    """SLIPS lists all figures whose document has a wrong value."""
     slips = {figure["figure"] for figure in FIGURES if figure["document"] != figure["value"]}
     assert slips == SLIPS
 
 
 SLIPS = {
-    "saved by ZeRO-1 on 4 ranks, of one device with 10 layers of 4096",
+    "saved by ZeRO-1 on 4 ranks, compared with one device, 10 layers of 4096",
     "sent by a rank with K = 1 on 8 ranks",
     "sent by a rank with K = 2 on 8 ranks",
     "sent by a rank with K = 4 on 8 ranks",
     "sent over slow links with K = 1, in a ring across nodes",
     "sent over slow links with K = 4",
-    "spared over slow links by K = 4, against a ring across nodes",
-    "spared by K = 4 a network card, against a ring node by node",
+    "saved on slow links by K = 4, compared with a ring across nodes",
+    "saved per network card by K = 4, compared with a ring node by node",
     "a bucket of 5e8 elements in 16 bits, bytes",
-    "elements of rank 0 and of rank 1",
+    "elements on rank 0 and on rank 1",
     "elements of W_1 on rank 0 and on rank 1",
     "standard deviation of input row 0",
     "input row 0, normalised",
