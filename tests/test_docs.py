@@ -155,6 +155,16 @@ def test_the_script_of_the_tutorial_is_judged_as_shown(tmp_path, monkeypatch):
         assert_shown(shown, run_command(command))
 
 
+# Slower than a quarter of a second: the script runs fifteen times.
+def test_the_script_of_other_relations_is_judged_as_shown(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (DOCS / "against.md").read_text()
+    (script,) = blocks(page, "python")
+    Path("train.py").write_text(script)
+    for command, shown in transcripts(page):
+        assert_shown(shown, run_command(command))
+
+
 def test_the_finding_of_a_page_is_as_shown(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = (DOCS / "reading-a-finding.md").read_text()
