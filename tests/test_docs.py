@@ -27,7 +27,9 @@ from zero_sim.targets import Capabilities, Costs, Numerics, Place
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 COMPARED = (DOCS / "what-is-compared.md").read_text()
-TARGETS = (DOCS / "targets.md").read_text()
+TARGETS = "\n".join(
+    (DOCS / f"{name}.md").read_text() for name in ("targets", "target-reference", "target-examples")
+)
 CI = (DOCS / "ci.md").read_text()
 RANKS = (DOCS / "tests-on-ranks.md").read_text()
 

@@ -24,7 +24,7 @@ from zero_sim.scenario.spec import (
 )
 from zero_sim.targets import StepResult, WholeParamEngine
 
-PAGE = Path(__file__).parent.parent / "docs/targets.md"
+PAGE = Path(__file__).parent.parent / "docs/target-examples.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
 SGD = OptimizerSpec(name="sgd", lr=0.1)
 SMALL = Scenario(

@@ -22,7 +22,8 @@ class MyEngine(WholeParamEngine):
     """The engine of a rank. Put your communication in `reduce` and `share`, which are judged.
 
     If you cut flat buffers into shards instead, start from `FlatShardEngine` and its `shard_of`,
-    `reduce` and `gather`. An engine needs no base class: docs/targets.md lists its methods.
+    `reduce` and `gather`. An engine needs no base class; docs/target-reference.md lists its
+    methods.
     """
 
     def reduce(self):
@@ -43,7 +44,7 @@ class MyTarget:
     name = "mine"
 
     # The fuzzer only draws cases within these. Widen them when your code supports more; see
-    # docs/targets.md.
+    # docs/target-reference.md.
     capabilities = Capabilities(
         stages=(1,),  # (0,) if every rank steps all params.
         optimizers=(
