@@ -22,8 +22,7 @@ class MyEngine(WholeParamEngine):
     """The engine of a rank. Put your communication in `reduce` and `share`, which are judged.
 
     If you cut flat buffers into shards instead, start from `FlatShardEngine` and its `shard_of`,
-    `reduce` and `gather`. An engine needs no base class; docs/target-reference.md lists its
-    methods.
+    `reduce` and `gather`. An engine needs no base class: see docs/target-reference.md.
     """
 
     def reduce(self):
