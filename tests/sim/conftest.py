@@ -1,4 +1,4 @@
-"""How the tests of the contract run a program that breaks it."""
+"""Fixture that runs a program with a contract violation."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def _total_of_ranks(rank):
 
 @pytest.fixture
 def violation_of():
-    """Run a program that is wrong; the violation, after seeing that the world goes on."""
+    """Function that runs a wrong program, checks that the world stays usable, returns the error."""
 
     def run(world, program, aspect):
         with pytest.raises(ContractViolation) as caught:

@@ -1,7 +1,7 @@
-"""One program of many reductions, and real gloo processes that run it.
+"""Program of many reductions, and real gloo processes that run it.
 
-Run as a script, `reducing.py RANK_COUNT FOLDER`, it forks one process a rank, so that torch is
-imported once, and writes what each rank got to `FOLDER/<rank>.json`.
+As a script, `reducing.py RANK_COUNT FOLDER` forks one process per rank, so that torch is imported
+once, and writes each rank's results to `FOLDER/<rank>.json`.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from zero_sim.backends.probe import by_calling, compare, observe
 from zero_sim.backends.probe_models import by_model
 
-# As torch 2.13 calls it.
+# The name in torch 2.13.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 PROBED_ELEMS = 60
 AVERAGED = (7, 1000)
@@ -29,7 +29,7 @@ COALESCED = (5, 1, 640, 33, 0)
 
 
 def contribution(rank, numel, dtype):
-    """What a rank brings: numbers of many magnitudes, so that every order has bits of its own."""
+    """Contribution of a rank: numbers of many magnitudes, so that every order gives other bits."""
     generator = torch.Generator().manual_seed(1000 * rank + numel)
     return (torch.randn(numel, generator=generator) * 3.0**rank).to(dtype)
 
@@ -39,7 +39,7 @@ def digest(tensor):
 
 
 def all_kinds(group, rank, size, dtype):
-    """Yield name and result of every reducing call on `size` elements, or a rank's part of them."""
+    """Yield name and result (or a rank's part of it) of each reducing call on `size` elements."""
     count, me = group.size(), group.rank()
     x = contribution(rank, size, dtype)
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)[: 1 + (size in AVERAGED)]:
@@ -63,7 +63,7 @@ def all_kinds(group, rank, size, dtype):
 
 
 def coalesced_kinds(group, rank, dtype):
-    """Yield name and result of the coalesced calls."""
+    """Yield name and result of each coalesced call."""
     count = group.size()
     tensors = [contribution(rank, size, dtype) for size in COALESCED]
     with _coalescing_manager(group=group):
@@ -79,7 +79,7 @@ def coalesced_kinds(group, rank, dtype):
 
 
 def probed(group, rank_count):
-    """Yield what the order probe says of gloo, by the name of the probe."""
+    """Yield name and verdict of each order probe of gloo."""
     for kind in ("all_reduce", "reduce_scatter"):
         for dtype in (torch.bfloat16, torch.float32):
             elems = PROBED_ELEMS
@@ -94,14 +94,14 @@ def probed(group, rank_count):
 
 
 def program(rank):
-    """Run every reduction of every group that `rank` is in; a digest by name of the call."""
+    """Run every reduction of every group of `rank`, and return a digest by name of the call."""
     seen = {}
     for ranks in GROUPS:
         group = dist.new_group(list(ranks))
         if rank not in ranks:
             continue
         for dtype in DTYPES if ranks in GROUPS[1:4:2] else DTYPES[::2]:
-            # The large ones take most of the time.
+            # Large sizes take most of the time.
             large = 2 if ranks == GROUPS[3] and dtype.itemsize in (2, 8) else ranks == GROUPS[4]
             sizes = SIZES[: len(SIZES) - 2 + large]
             for size in sizes:
@@ -133,7 +133,7 @@ def _main(rank_count, folder):
                 _run_rank(rank, rank_count, folder)
                 os._exit(0)
             finally:
-                # Reached after an error only.
+                # Only reached after an error.
                 traceback.print_exc()
                 os._exit(1)
         children.append(child)

@@ -1,4 +1,4 @@
-"""A call is complete when it is made."""
+"""Records of calls are immutable, and comparable across ranks."""
 
 import dataclasses
 
@@ -9,13 +9,13 @@ from zero_sim.sim.call import Call
 from zero_sim.sim.contract.single_call import check_call
 
 
-def test_nobody_writes_into_a_call():
+def test_call_is_frozen():
     call = Call(kind="all_reduce", inputs=[torch.zeros(2)])
     with pytest.raises(dataclasses.FrozenInstanceError):
         call.line = 3
 
 
-def test_a_check_returns_by_what_a_call_is_compared_with_the_others():
+def test_check_call_returns_the_signature_to_compare():
     call = Call(
         kind="all_reduce", inputs=[torch.zeros(5)[2:]], reduce_op=torch.distributed.ReduceOp.SUM
     )

@@ -1,4 +1,4 @@
-"""Where a call is said to stand, and what a failed world shows of the way to it."""
+"""Call site of a call, and the traceback of a failed world."""
 
 import contextlib
 import functools
@@ -25,11 +25,11 @@ def frames_of(error):
 
 
 class TestSites:
-    """The program's own line, however its call was wrapped on the way to the simulator."""
+    """The site is the program's own line, however the call is wrapped."""
 
     @pytest.mark.parametrize("name", ["reduce_scatter_tensor", "all_gather_into_tensor"])
     @pytest.mark.filterwarnings("ignore::FutureWarning")
-    def test_a_name_that_torch_deprecates(self, world_of, name):
+    def test_deprecated_name_has_the_programs_line(self, world_of, name):
         # torch 2.13 wraps these with typing_extensions, whose frame is then the innermost one.
         def program(rank):
             small, large = torch.zeros(2), torch.zeros(4)
@@ -41,7 +41,7 @@ class TestSites:
         sites = {(record.file, record.line) for record in world.log.collectives}
         assert sites == {(__file__, *lines_of(program, "# here"))}
 
-    def test_wrappers_of_the_standard_library_and_of_typing_extensions(self, world_of):
+    def test_standard_wrappers_are_skipped(self, world_of):
         @typing_extensions.deprecated("old", category=None)
         def direct(tensor):
             dist.all_reduce(tensor)  # here
@@ -62,7 +62,7 @@ class TestSites:
         assert {record.file for record in calls} == {__file__}
         assert sorted(record.line for record in calls) == expected
 
-    def test_a_program_without_a_file(self, world_of):
+    def test_program_without_a_file_has_a_site(self, world_of):
         module = types.ModuleType("__main__")
         exec(
             "import torch.distributed as dist\ndef program(rank):\n    dist.barrier()\n",
@@ -72,7 +72,7 @@ class TestSites:
         world.run(module.program)
         assert world.log.collectives[0].site == "<string>:3"
 
-    def test_a_package_whose_name_begins_with_torch_is_no_part_of_it(self, world_of):
+    def test_package_with_a_name_like_torch_is_not_skipped(self, world_of):
         path = torch.__file__.replace("/torch/", "/torchother/")
         names = {}
         exec(compile("def call(dist):\n    dist.barrier()\n", path, "exec"), names)
@@ -80,15 +80,15 @@ class TestSites:
         world.run(lambda rank: names["call"](dist))
         assert (world.log.collectives[0].file, world.log.collectives[0].line) == (path, 2)
 
-    def test_shown_relative_to_the_working_directory(self, tmp_path, monkeypatch):
+    def test_site_is_relative_to_the_working_directory(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         below, beside = str(tmp_path / "pkg" / "train.py"), f"{tmp_path}-other/train.py"
         assert site_of(below, 8) == "pkg/train.py:8"
         assert shown_file(beside) == beside
 
 
-class TestWhatACallerSees:
-    """The message of a failed run, and frames of the program; none of the simulator's inside."""
+class TestTracebacks:
+    """A failed run shows the message and frames of the program, but no frames of the simulator."""
 
     def only_run_between(self, error):
         frames = frames_of(error)
@@ -98,7 +98,7 @@ class TestWhatACallerSees:
         assert error.__suppress_context__
         assert error.__cause__ is getattr(error, "error", None)
 
-    def test_a_race_names_the_line_and_shows_it(self, world_of):
+    def test_race_ends_in_the_programs_frame(self, world_of):
         def program(rank):
             grads = torch.ones(4)
             work = dist.all_reduce(grads, async_op=True)
@@ -110,12 +110,12 @@ class TestWhatACallerSees:
         self.only_run_between(caught.value)
         assert frames_of(caught.value)[-1] == __file__
 
-    def test_a_violation_of_the_contract(self, world_of):
+    def test_contract_violation_hides_simulator_frames(self, world_of):
         with pytest.raises(ContractViolation) as caught:
             world_of(2).run(lambda rank: dist.all_reduce(torch.ones(2 + rank)))
         self.only_run_between(caught.value)
 
-    def test_what_a_rank_raised_is_told_once_and_without_the_simulator(self, world_of):
+    def test_rank_error_is_shown_once_without_simulator_frames(self, world_of):
         def program(rank):
             torch.nn.functional.linear(torch.ones(3), torch.ones(2, 2))
 

@@ -1,4 +1,4 @@
-"""CommDebugMode counts the collectives of simulated groups, each rank its own."""
+"""CommDebugMode counts the collectives of simulated groups for each rank."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ CALLS = {
 
 @pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("operator", CALLS)
-def test_a_collective_is_counted_as_its_operator(world_of, operator):
+def test_collective_is_counted_as_its_operator(world_of, operator):
     def program(rank):
         with CommDebugMode() as mode:
             CALLS[operator](torch.ones(4))
@@ -46,7 +46,7 @@ def test_a_functional_collective_is_counted_once(world_of):
     assert world_of(2).run(program) == [1, 1]
 
 
-def test_a_rank_counts_its_own_calls_alone(world_of):
+def test_rank_counts_only_its_own_calls(world_of):
     def program(rank):
         pair = dist.new_group([0, 1])
         with CommDebugMode() as mode:
@@ -60,7 +60,7 @@ def test_a_rank_counts_its_own_calls_alone(world_of):
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
-def test_the_gathers_of_fsdp_are_counted(world_of):
+def test_gathers_of_fsdp_are_counted(world_of):
     def program(rank):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         mesh = dist.device_mesh.init_device_mesh("cpu", (2,))

@@ -1,4 +1,4 @@
-"""Failures keep their cause, and what they carry when they travel between processes."""
+"""Failures keep their cause and attributes when they are sent between processes."""
 
 import pickle
 
@@ -35,7 +35,7 @@ def rank_failed():
     return caught.value
 
 
-def test_a_copy_from_another_process_has_the_cause_too(rank_failed):
+def test_unpickled_failure_keeps_its_cause(rank_failed):
     copy = pickle.loads(pickle.dumps(rank_failed))
     assert (str(copy), copy.rank, copy.report) == (
         str(rank_failed),
@@ -46,6 +46,6 @@ def test_a_copy_from_another_process_has_the_cause_too(rank_failed):
 
 
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
-def test_a_failure_travels(failure):
+def test_failure_can_be_pickled(failure):
     copy = pickle.loads(pickle.dumps(failure))
     assert (type(copy), str(copy), vars(copy)) == (type(failure), str(failure), vars(failure))

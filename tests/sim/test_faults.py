@@ -1,4 +1,4 @@
-"""Faults by plan: each does what it says, leaves the sender's memory alone, and is on record."""
+"""Planned faults: each has its effect, keeps the sender's memory intact, and is recorded."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ SITE = "test_faults.py:"
 
 @pytest.fixture
 def struck(world_of):
-    """Run a program on three ranks with some faults; gives results and what came of the faults."""
+    """Function that runs a program with faults, and returns results and fault records."""
 
     def run(program, *faults, size=3, seed=0, strict=True):
         world = world_of(size, seed=seed, strict=strict)
@@ -96,9 +96,9 @@ def all_to_all(rank):
 
 
 class TestCrash:
-    """A rank raises where it was told to."""
+    """A crash fault raises at the planned call."""
 
-    def test_it_ends_the_world_and_says_that_it_was_planned(self, world_of):
+    def test_crash_ends_the_world_and_is_reported_as_planned(self, world_of):
         world = world_of(3)
         world.configure(faults=[Fault(kind="crash", rank=1, call=1)])
 
@@ -117,7 +117,7 @@ class TestCrash:
         assert SITE in record.site
         assert world.run(all_reduce) == [[111.0, 222.0, 444.0]] * 3
 
-    def test_a_program_cannot_swallow_it(self, world_of):
+    def test_program_cannot_swallow_a_crash(self, world_of):
         world = world_of(2)
         world.configure(faults=[Fault(kind="crash", rank=0)])
 
@@ -132,9 +132,9 @@ class TestCrash:
 
 
 class TestStall:
-    """A rank never comes."""
+    """A stalled rank never arrives at its call."""
 
-    def test_the_table_names_it(self, world_of):
+    def test_deadlock_names_the_stalled_rank(self, world_of):
         world = world_of(3)
         world.configure(faults=[Fault(kind="stall", rank=2, call=6)])
 
@@ -149,7 +149,7 @@ class TestStall:
         assert world.log.faults[0].fired
         assert world.run(all_reduce) == [[111.0, 222.0, 444.0]] * 3
 
-    def test_nobody_else_needs_it(self, world_of):
+    def test_stall_is_reported_if_no_other_rank_waits_for_it(self, world_of):
         world = world_of(2)
         world.configure(faults=[Fault(kind="stall", rank=0)])
         with pytest.raises(Deadlock, match="stalled by plan"):
@@ -157,21 +157,21 @@ class TestStall:
 
 
 class TestCorrupt:
-    """One bit of one element."""
+    """A corrupt fault flips one bit of one element."""
 
-    def test_what_it_sends(self, struck):
+    def test_sent_element_is_corrupted(self, struck):
         fault = Fault(kind="corrupt", rank=1, element=2, bit=31)
         results, (record,) = struck(all_reduce, fault)
         assert results == [[111.0, 222.0, 364.0]] * 3
         assert record.effect == "bit 31 of element 2 that it sends: 40.0 -> -40.0"
 
-    def test_what_it_receives(self, struck):
+    def test_received_element_is_corrupted(self, struck):
         fault = Fault(kind="corrupt", rank=1, element=2, bit=31, side="receive")
         results, (record,) = struck(all_gather, fault)
         assert results == [[1.0, 2.0, 3.0], [1.0, 2.0, -3.0], [1.0, 2.0, 3.0]]
         assert record.effect == "bit 31 of element 2 that it receives: 3.0 -> -3.0"
 
-    def test_every_dtype_has_its_own_bits(self, struck):
+    def test_bits_are_those_of_the_dtype(self, struck):
         def program(rank):
             values = []
             for dtype in (torch.bfloat16, torch.int64, torch.bool):
@@ -187,7 +187,7 @@ class TestCorrupt:
         results, _ = struck(program, *plan)
         assert results[1] == [-1.0, 1 - 2**63, False]
 
-    def test_memory_that_is_not_contiguous(self, struck):
+    def test_non_contiguous_memory_is_corrupted(self, struck):
         def program(rank):
             x = torch.arange(6.0).reshape(2, 3).t()
             dist.broadcast(x, src=0)
@@ -201,26 +201,26 @@ class TestCorrupt:
 
 
 SENT_AND_KEPT = (
-    # A sender keeps its own.
+    # A sender keeps its own value.
     *(
         (Fault(kind="corrupt", rank=1, bit=31), gather, [[1, -2, 3], [1, 2, 3], [1, -2, 3]])
         for gather in GATHERS
     ),
     (Fault(kind="corrupt", rank=0, bit=31), broadcast, [1, -1, -1]),
-    # A reduction goes without what is lost, whatever the operation; the rank still gets the sum.
+    # A reduction of any kind omits a dropped contribution. The rank still gets the result.
     (Fault(kind="drop", rank=1), reduce_scatter, [101, 202, 404]),
     (Fault(kind="drop", rank=2), reduce_scatter_max, [10, 20, 40]),
     (Fault(kind="drop", rank=2), reduce_scatter_min, [1, 2, 4]),
     (Fault(kind="drop", rank=2), reduce_scatter_product, [10, 40, 160]),
     (Fault(kind="drop", rank=2), all_reduce, [[11, 22, 44]] * 3),
-    # Zeros arrive elsewhere, but at home.
+    # Dropped values arrive as zeros on other ranks; the sender keeps them.
     *(
         (Fault(kind="drop", rank=2), gather, [[1, 2, 0], [1, 2, 0], [1, 2, 3]])
         for gather in GATHERS
     ),
     (Fault(kind="drop", rank=2), to_root, [[1, 2, 0], [], []]),
     (Fault(kind="drop", rank=1), all_to_all, [[1, 0, 3], [1, 2, 3], [1, 0, 3]]),
-    # In a gather, the duplicated data takes the next place.
+    # In a gather, duplicated data takes the next position.
     (Fault(kind="duplicate", rank=1), reduce_scatter, [121, 242, 484]),
     (Fault(kind="duplicate", rank=0), all_gather_in_place, [[1, 1, 3], [1, 2, 3], [1, 1, 3]]),
 )
@@ -231,11 +231,11 @@ SENT_AND_KEPT = (
     SENT_AND_KEPT,
     ids=[f"{fault.kind}-{program.__name__}" for fault, program, _ in SENT_AND_KEPT],
 )
-def test_what_arrives(struck, fault, program, expected):
+def test_fault_changes_only_received_data(struck, fault, program, expected):
     assert struck(program, fault)[0] == expected
 
 
-def test_a_maximum_does_not_change_by_what_counts_twice(struck):
+def test_duplicate_does_not_change_a_maximum(struck):
     results, (record,) = struck(reduce_scatter_max, Fault(kind="duplicate", rank=2))
     assert results == [100.0, 200.0, 400.0]
     assert record.fired
@@ -243,7 +243,7 @@ def test_a_maximum_does_not_change_by_what_counts_twice(struck):
 
 
 class TestSlow:
-    """A rank that gets the baton last."""
+    """A slow rank gets its turn last."""
 
     @staticmethod
     def order(world):
@@ -257,7 +257,7 @@ class TestSlow:
         world.run(program)
         return seen
 
-    def test_it_is_served_after_all_others(self, world_of):
+    def test_slow_rank_runs_after_all_others(self, world_of):
         world = world_of(3)
         world.configure(faults=[Fault(kind="slow", rank=0)])
         seen = self.order(world)
@@ -267,7 +267,7 @@ class TestSlow:
         assert record.fired
         assert self.order(world)[:3] == [0, 1, 2]
 
-    def test_one_that_polls_for_it_does_not_starve_it(self, struck):
+    def test_polling_rank_does_not_starve_a_slow_rank(self, struck):
         def program(rank):
             work = dist.barrier(async_op=True) if rank else None
             while work is not None and not work.is_completed():
@@ -279,7 +279,7 @@ class TestSlow:
         results, _ = struck(program, Fault(kind="slow", rank=0), size=2)
         assert results == ["done", "done"]
 
-    def test_a_turn_comes_after_so_many_of_another(self):
+    def test_slow_rank_runs_after_a_bounded_number_of_turns(self):
         schedule = SlowedSchedule(RoundRobin(), slow={0: 0}, passed_over=lambda index: None)
         schedule.add(0)
         picks = []
@@ -288,15 +288,15 @@ class TestSlow:
             picks.append(schedule.pick())
         assert picks == [1] * PASSED_OVER_MAX + [0]
 
-    def test_alone_it_never_happens(self, struck):
+    def test_slow_fault_on_a_single_rank_does_not_fire(self, struck):
         _, (record,) = struck(lambda rank: None, Fault(kind="slow", rank=0), size=1)
         assert not record.fired
 
 
 class TestPlan:
-    """Which call is struck, and what is said where none is."""
+    """Choice of the struck call, and the reason if none is struck."""
 
-    def test_one_kind_of_call_is_counted_alone(self, struck):
+    def test_fault_on_one_collective_counts_only_its_calls(self, struck):
         def program(rank):
             all_reduce(rank)
             dist.barrier()
@@ -307,7 +307,7 @@ class TestPlan:
         assert results[0] == [110.0, 220.0, 440.0]
         assert "at its 2nd all_reduce call (call = 1, all_reduce #2 of group world)" in record.when
 
-    def test_a_call_is_drawn_from_the_seed(self, struck):
+    def test_random_call_depends_on_the_seed(self, struck):
         def program(rank):
             return [all_reduce(rank)[0] for _ in range(6)]
 
@@ -320,7 +320,7 @@ class TestPlan:
         assert len(places) > 1
         assert min(places) >= 1
 
-    def test_a_run_is_repeated_to_the_bit(self, world_of):
+    def test_run_with_faults_is_reproducible(self, world_of):
         world = world_of(3, seed=5)
         world.configure(faults=[Fault(kind="corrupt", rank=1)])
         runs = {(repr(world.run(all_reduce)), world.log.digest()) for _ in range(5)}
@@ -345,7 +345,7 @@ class TestPlan:
             (all_reduce, Fault(kind="corrupt", rank=1, bit=32), "bit 32 of a 32-bit"),
         ],
     )
-    def test_what_could_not_happen_says_why(self, struck, program, fault, reason):
+    def test_fault_that_cannot_fire_reports_the_reason(self, struck, program, fault, reason):
         plain, _ = struck(program)
         results, (record,) = struck(program, fault)
         assert not record.fired
@@ -362,15 +362,15 @@ class TestPlan:
             (Fault(kind="drop", rank=0, collective="sum"), "collective of fault 0"),
         ],
     )
-    def test_a_plan_that_cannot_be_is_refused(self, world_of, fault, name):
+    def test_impossible_plan_is_refused(self, world_of, fault, name):
         with pytest.raises(UsageError, match=name):
             world_of(3).configure(faults=[fault])
 
 
-class TestExcused:
-    """Time that is a harness's own is not the program's."""
+class TestPausedClock:
+    """Time spent in the harness does not count as the program's."""
 
-    def test_a_long_block_is_not_a_stall(self, stall_clock):
+    def test_long_paused_block_is_not_a_stall(self, stall_clock):
         with World(2) as world:
 
             def program(rank):
@@ -383,7 +383,7 @@ class TestExcused:
             assert world.run(program) == [0, 1]
 
     @pytest.mark.parametrize("is_within", [True, False], ids=["the program's own", "after it"])
-    def test_a_stall_is_one_again(self, stall_clock, is_within):
+    def test_stall_after_a_pause_is_detected(self, stall_clock, is_within):
         with World(2) as world:
 
             def program(rank):
@@ -399,6 +399,6 @@ class TestExcused:
                 world.run(program)
 
     @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
-    def test_a_limit_that_is_none_is_refused(self, world_of, seconds):
+    def test_invalid_stall_limit_is_refused(self, world_of, seconds):
         with pytest.raises(UsageError, match="stall_seconds"):
             world_of(2).configure(stall_seconds=seconds)

@@ -1,4 +1,4 @@
-"""How a world and its log show themselves."""
+"""Text and HTML representations of a world and its log."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Each order model adds in exactly the order that it names."""
+"""Each order model adds in exactly the order of its name."""
 
 from typing import get_args
 
@@ -9,11 +9,13 @@ import torch.distributed as dist
 from zero_sim.scenario.spec import OrderName
 from zero_sim.sim import RankFailed
 
-BIG = 2.0**26  # fp32 absorbs 1 and 2 beside it, so the place of a 1 in the order decides the sum.
+BIG = (
+    2.0**26
+)  # fp32 absorbs 1 and 2 next to it, so the position of a 1 in the order decides the sum.
 
 
 def reduce_in(world_of, order, columns, dtype=torch.float32, *, seed=0):
-    """All-reduce one tensor a rank, given by `columns[rank]`."""
+    """All-reduce one tensor per rank, with values `columns[rank]`."""
     world = world_of(len(columns), order=order, seed=seed)
 
     def program(rank):
@@ -27,7 +29,7 @@ def reduce_in(world_of, order, columns, dtype=torch.float32, *, seed=0):
 
 
 def large_and_ones(count):
-    """Columns of four ranks whose ones count only where they are added after BIG - BIG."""
+    """Columns of four ranks in which a 1 only counts if it is added after BIG - BIG."""
     return [[BIG] * count, [-BIG] * count, [1.0] * count, [1.0] * count]
 
 
@@ -41,7 +43,7 @@ def large_and_ones(count):
         ("tree", [[BIG], [1.0], [1.0], [-BIG]], [0.0]),
         ("tree", large_and_ones(1), [2.0]),
         ("tree", [[BIG], [1.0], [-BIG]], [0.0]),
-        # One chunk a rank: chunk c is x[c], x[c+1], ...
+        # One chunk per rank: chunk c is x[c], x[c+1], ...
         ("ring", large_and_ones(4), [2.0, 0.0, 0.0, 1.0]),
         # Chunk c ends on rank c; chunks are whole vectors of 16 bytes: four fp32 numbers. Chunk 0
         # is x1, x2, x3, x0: the ones drown. Chunk 1: x2, x3, x0, x1. Chunk 2: x3, x0, x1, x2.
@@ -51,7 +53,7 @@ def large_and_ones(count):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_an_order_adds_as_it_says(world_of, order, columns, expected):
+def test_order_adds_in_its_documented_order(world_of, order, columns, expected):
     assert reduce_in(world_of, order, columns) == expected
 
 
@@ -76,7 +78,7 @@ def test_ring_reduce_scatter_ends_on_its_destination(world_of):
 
 @pytest.mark.parametrize("order", get_args(OrderName))
 @pytest.mark.parametrize("numel", [0, 1, 5, 8])
-def test_orders_agree_where_every_sum_is_exact(world_of, order, numel):
+def test_orders_agree_if_every_sum_is_exact(world_of, order, numel):
     assert reduce_in(world_of, order, [[float(r)] * numel for r in range(5)]) == [10.0] * numel
 
 
@@ -95,14 +97,14 @@ def test_avg_divides_the_sum_once(world_of, order):
     assert averaged(world_of(3, order=order), [1.0] * 3, torch.bfloat16) == 1.0
 
 
-def test_avg_of_the_nccl_ring_multiplies_first(world_of):
-    # 7 x bf16(1/3) is 2.34375, and three of them are 7.03125.
+def test_nccl_ring_avg_multiplies_before_summing(world_of):
+    # 7 x bf16(1/3) is 2.34375, and three of them add up to 7.03125.
     assert averaged(world_of(3, order="nccl-ring"), [7.0] * 3, torch.bfloat16) == 7.03125
     assert averaged(world_of(3, order="ring"), [7.0] * 3, torch.bfloat16) == 7.0
 
 
-def test_avg_of_symmetric_kernels_multiplies_the_wide_sum(world_of):
-    # 513 does not fit bf16, a third of it does: the accumulator is not rounded before.
+def test_nccl_sym_avg_multiplies_the_wide_sum(world_of):
+    # 513 does not fit bf16, but a third of it does: the accumulator is not rounded before.
     values = [256.0, 256.0, 1.0]
     assert averaged(world_of(3, order="nccl-sym"), values, torch.bfloat16) == 171.0
 
@@ -117,7 +119,7 @@ def test_premul_sum_multiplies_each_ranks_contribution(world_of):
 
 
 @pytest.mark.parametrize("order", ["gloo", "nccl-sym"])
-def test_premul_sum_is_refused_where_the_backend_has_none(world_of, order):
+def test_premul_sum_is_refused_if_the_backend_has_none(world_of, order):
     def program(rank):
         dist.all_reduce(torch.ones(2), op=dist._make_nccl_premul_sum(0.5))
 
@@ -126,7 +128,7 @@ def test_premul_sum_is_refused_where_the_backend_has_none(world_of, order):
 
 
 def test_random_trees_have_many_shapes(world_of):
-    """Among elements and seeds, both the absorbed and the surviving ones come up."""
+    """Absorbed and surviving ones both occur among elements and seeds."""
     columns = large_and_ones(7)
     sums = [reduce_in(world_of, "random-tree", columns, seed=seed) for seed in range(10)]
     assert {each for of_seed in sums for each in of_seed} == {0.0, 1.0, 2.0}

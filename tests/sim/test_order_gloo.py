@@ -1,4 +1,4 @@
-"""The order `gloo` gives the bits of real gloo: real processes run the program that ranks run."""
+"""The `gloo` order gives the same bits as real gloo processes that run the same program."""
 
 import importlib.util
 import json
@@ -36,7 +36,7 @@ def reducing():
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
-    """What every rank got on real gloo, by the name of the call."""
+    """Results of every rank on real gloo, by name of the call."""
     folder = tmp_path_factory.mktemp("gloo")
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(RANK_COUNT), str(folder)],
@@ -49,7 +49,7 @@ def real(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def simulated(reducing):
-    """What every simulated rank got under an order."""
+    """Results of every simulated rank under each order."""
     with World(RANK_COUNT) as world:
         runs = {}
         for order in ("gloo", "nccl-ring"):
@@ -71,25 +71,25 @@ def differing(real, simulated, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_model_gives_the_bits_of_real_gloo(real, simulated, kind):
+def test_model_gives_the_bits_of_real_gloo(real, simulated, kind):
     assert differing(real, simulated["gloo"], kind) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_data_tells_orders_apart(real, simulated, kind):
+def test_data_distinguishes_orders(real, simulated, kind):
     assert len(differing(real, simulated["nccl-ring"], kind)) > 10
 
 
-def test_the_probe_agrees_with_real_gloo(real):
+def test_probe_agrees_with_real_gloo(real):
     verdicts = [
         verdict for run in real for name, verdict in run.items() if name.startswith("probe ")
     ]
-    # Four probes in each of two groups, told by each of their members.
+    # Four probes in each of two groups, reported by each member.
     assert len(verdicts) == 4 * (5 + 3)
     assert set(verdicts) == {"agrees with gloo"}
 
 
 @pytest.mark.parametrize("order", ["gloo", "nccl-ring"])
-def test_the_probe_tells_a_simulated_backend_that_is_another(simulated, order):
+def test_probe_recognizes_another_simulated_backend(simulated, order):
     name = "probe reduce_scatter torch.bfloat16 on (0, 1, 2, 3, 4)"
     assert (simulated[order][0][name] == "agrees with gloo") == (order == "gloo")

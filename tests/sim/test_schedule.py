@@ -1,4 +1,4 @@
-"""Schedules: what each prefers, and that a recorded one repeats a run."""
+"""Preferences of schedules, and replay of recorded ones."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from zero_sim.sim.schedule import Choosing, Pct, RoundRobin
 
 
 def exchange(rank):
-    """Several turns a rank, with results that do not depend on them."""
+    """Take several turns per rank, with results that do not depend on their order."""
     total = torch.zeros(1)
     for step in range(3):
         x = torch.tensor([float(rank + step)])
@@ -28,7 +28,7 @@ def drain(schedule, ready):
 
 
 class TestPct:
-    """Priorities stay but for few changes."""
+    """PCT keeps priorities except for a few changes."""
 
     def pct(self, seed, *, depth=1, picks=100):
         return Pct(seed, world_size=4, depth=depth, picks=picks)
@@ -43,7 +43,7 @@ class TestPct:
         assert len({tuple(drain(self.pct(seed), range(4))) for seed in range(300)}) == 24
 
     @pytest.mark.parametrize("depth", [2, 3])
-    def test_few_changes_and_as_many_as_the_depth_says(self, depth):
+    def test_number_of_changes_is_bounded_by_the_depth(self, depth):
         def changes(seed):
             schedule = self.pct(seed, depth=depth, picks=40)
             orders = [tuple(drain(schedule, range(4))) for _ in range(20)]
@@ -52,7 +52,7 @@ class TestPct:
         # A change of the rank that is last anyway does not show.
         assert {changes(seed) for seed in range(60)} == set(range(depth))
 
-    def test_who_asks_in_vain_comes_after_all_others(self):
+    def test_deferred_rank_comes_after_all_others(self):
         schedule = self.pct(0)
         favourite = drain(schedule, range(4))[0]
         schedule.defer(favourite)
@@ -60,7 +60,7 @@ class TestPct:
         assert drain(schedule, others)[-1] != favourite
         assert schedule.pick() == favourite
 
-    def test_seed_and_depth_decide(self, world_of):
+    def test_turns_depend_on_seed_and_depth(self, world_of):
         def turns(**settings):
             world = world_of(4, schedule="pct", **settings)
             assert world.run(exchange) == [30.0] * 4
@@ -72,11 +72,11 @@ class TestPct:
 
 
 class TestReplay:
-    """Recorded turns give the same events again, or a clear refusal."""
+    """Recorded turns reproduce the events, or are refused with the turn."""
 
     @pytest.mark.parametrize("strict", [True, False])
     @pytest.mark.parametrize("timing", ["eager", "lazy", "hostile"])
-    def test_the_recorded_run_happens_again(self, world_of, timing, strict):
+    def test_replay_reproduces_the_recorded_run(self, world_of, timing, strict):
         world = world_of(3, schedule="random", timing=timing, seed=5)
         world.run(exchange)
         replay, digest = Replay(tuple(world.log.turns), strict=strict), world.log.digest()
@@ -87,7 +87,7 @@ class TestReplay:
         world_of(3, timing=timing, seed=5).run(exchange)
         assert world.log.digest() != digest
 
-    def test_a_failing_run_fails_again_in_the_same_way(self, world_of):
+    def test_replay_reproduces_a_failure(self, world_of):
         def program(rank):
             exchange(rank)
             if rank == 2:
@@ -111,7 +111,7 @@ class TestReplay:
             (lambda turns: (), 0, "to end after 0 turns"),
         ],
     )
-    def test_a_run_that_diverges_names_the_turn(self, world_of, change, position, expected):
+    def test_diverging_replay_names_the_turn(self, world_of, change, position, expected):
         world = world_of(3)
         world.run(exchange)
         recipe = Replay(change(tuple(world.log.turns)))
@@ -123,7 +123,7 @@ class TestReplay:
 
 
 class TestChoices:
-    """A schedule as a list of numbers."""
+    """Schedules given as a list of numbers."""
 
     def test_no_choices_are_round_robin(self):
         assert drain(Choosing(()), range(5)) == drain(RoundRobin(), range(5)) == [0, 1, 2, 3, 4]
@@ -131,7 +131,7 @@ class TestChoices:
     def test_a_choice_is_an_index_modulo_the_ready_ranks(self):
         assert drain(Choosing((2, 5, 1)), range(4)) == [2, 3, 1, 0]
 
-    def test_they_steer_a_world(self, world_of):
+    def test_choices_determine_the_turns_of_a_world(self, world_of):
         world = world_of(3, schedule=Choices((2, 1)))
         assert world.run(exchange) == [18.0] * 3
         assert world.log.turns[:3] == [2, 1, 0]

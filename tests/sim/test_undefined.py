@@ -1,4 +1,4 @@
-"""One scratch tensor as several outputs of a collective: legal, and undefined until overwritten."""
+"""One scratch tensor as several outputs of a collective: legal, but undefined until overwritten."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def of_rank(rank, *, elems=2):
 
 
 def all_gather(rank, scratch):
-    """Rank 0's value arrives, that of others does not."""
+    """Gather rank 0's value; the others go to the scratch."""
     kept = torch.empty(2)
     dist.all_gather([kept, scratch, scratch], of_rank(rank))
     return kept
@@ -68,11 +68,11 @@ LEGAL = [all_gather, gather, all_to_all, all_gather_coalesced, coalesced_scatter
 
 
 class TestUnreadOutputs:
-    """Nothing is wrong as long as nobody reads what the scratch holds."""
+    """Outputs that share a scratch tensor are legal as long as it is not read."""
 
     @pytest.mark.parametrize("settings", SETTINGS, ids=str)
     @pytest.mark.parametrize("call", LEGAL)
-    def test_are_legal(self, world_of, call, settings):
+    def test_unread_shared_outputs_are_legal(self, world_of, call, settings):
         def program(rank):
             return call(rank, torch.empty(2)).tolist()
 
@@ -80,10 +80,10 @@ class TestUnreadOutputs:
 
     @pytest.mark.parametrize("settings", SETTINGS, ids=str)
     @pytest.mark.parametrize("elems", [(2, 2, 2), (3, 2, 2)], ids=["even", "uneven"])
-    def test_the_padding_of_an_optimizer_that_shares_out_whole_params(
+    def test_padding_of_an_optimizer_with_unsharded_params_is_legal(
         self, world_of, settings, elems
     ):
-        """The rank of a place that is padded gives the scratch as input, too."""
+        """A rank at a padded position also passes the scratch as input."""
 
         def program(rank):
             param = of_rank(rank + 7, elems=elems[0])
@@ -94,7 +94,7 @@ class TestUnreadOutputs:
         assert world_of(3, **settings).run(program) == [[7.0] * elems[0]] * 3
 
     @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-    def test_what_even_outputs_overwrite_arrives_elsewhere(self, world_of, settings):
+    def test_even_outputs_may_overwrite_their_input(self, world_of, settings):
         def program(rank):
             value = of_rank(rank)
             outputs = [value] * 3 if rank else [torch.empty(2) for _ in range(3)]
@@ -103,7 +103,7 @@ class TestUnreadOutputs:
 
         assert world_of(3, **settings).run(program)[0] == [0.0, 1.0, 2.0]
 
-    def test_what_uneven_outputs_overwrite_does_not(self, world_of):
+    def test_uneven_outputs_that_overwrite_their_input_lose_it(self, world_of):
         def program(rank):
             value = of_rank(rank)
             scratch = [torch.empty(3), value, value]
@@ -115,7 +115,7 @@ class TestUnreadOutputs:
         lost_at_1 = [False, True, False]
         assert world_of(3).run(program) == [lost_at_1, [False, True, True], lost_at_1]
 
-    def test_leave_gloo_its_order_if_not_strict(self, world_of):
+    def test_last_output_wins_if_not_strict(self, world_of):
         def program(rank):
             scratch = torch.empty(2)
             all_gather(rank, scratch)
@@ -124,7 +124,7 @@ class TestUnreadOutputs:
         for settings in SETTINGS:
             assert world_of(3, strict=False, **settings).run(program) == [[2.0, 2.0]] * 3
 
-    def test_an_input_elsewhere_in_them_is_refused(self, world_of, violation_of):
+    def test_input_at_another_position_is_refused(self, world_of, violation_of):
         def program(rank):
             scratch = torch.empty(2)
             outputs = [scratch, scratch, torch.empty(2)]
@@ -134,7 +134,7 @@ class TestUnreadOutputs:
         assert "input 0" in text
         assert "NCCL would read what it has overwritten" in text
 
-    def test_an_input_in_place_of_one_of_several_gathers_is_refused(self, world_of, violation_of):
+    def test_input_in_place_in_repeated_gathers_is_refused(self, world_of, violation_of):
         def program(rank):
             flat = torch.ones(4)
             with dist._coalescing_manager():
@@ -143,7 +143,7 @@ class TestUnreadOutputs:
 
         violation_of(world_of(2), program, "aliasing")
 
-    def test_an_output_in_place_of_one_of_several_scatters_is_refused(self, world_of, violation_of):
+    def test_output_in_place_in_repeated_scatters_is_refused(self, world_of, violation_of):
         def program(rank):
             flat = torch.ones(4)
             part = flat[2 * rank :][:2]
@@ -153,7 +153,7 @@ class TestUnreadOutputs:
 
         violation_of(world_of(2), program, "aliasing")
 
-    def test_a_part_of_another_output_is_refused_as_two_outputs(self, world_of, violation_of):
+    def test_partly_overlapping_outputs_are_refused(self, world_of, violation_of):
         def program(rank):
             flat = torch.ones(3)
             dist.all_gather([flat[:2], flat[1:]], torch.ones(2))
@@ -184,11 +184,11 @@ DEFINITIONS = {
 
 
 class TestReads:
-    """The race detector refuses to read it; without the detector, poison comes out."""
+    """The race detector refuses reads of undefined memory; without it, reads return poison."""
 
     @pytest.mark.parametrize("timing", ["eager", "lazy", "hostile"])
     @pytest.mark.parametrize("read", READS)
-    def test_are_refused(self, world_of, violation_of, read, timing):
+    def test_reads_are_refused(self, world_of, violation_of, read, timing):
         def program(rank):
             scratch = torch.empty(2)
             all_gather(rank, scratch)
@@ -199,14 +199,14 @@ class TestReads:
         assert "reads the output of all_gather_list #0 of group world, issued at" in text
         assert text.count("test_undefined.py:") >= 2
 
-    def test_behind_a_coalesced_call_are_refused(self, world_of, violation_of):
+    def test_reads_after_a_coalesced_call_are_refused(self, world_of, violation_of):
         def program(rank):
             coalesced_into_tensors(rank, torch.empty(2))
 
         violation_of(world_of(3, races=True), program, "undefined-output")
 
     @pytest.mark.parametrize("definition", DEFINITIONS)
-    def test_are_legal_once_it_is_overwritten(self, world_of, definition):
+    def test_reads_are_legal_after_an_overwrite(self, world_of, definition):
         def program(rank):
             scratch = torch.empty(2)
             all_gather(rank, scratch)
@@ -217,7 +217,7 @@ class TestReads:
 
     @pytest.mark.parametrize("timing", ["eager", "lazy", "hostile"])
     @pytest.mark.parametrize("call", [*LEGAL, coalesced_into_tensors])
-    def test_come_out_as_poison_without_a_detector(self, world_of, call, timing):
+    def test_reads_return_poison_without_a_detector(self, world_of, call, timing):
         def program(rank):
             scratch = torch.zeros(2)
             call(rank, scratch)
@@ -225,16 +225,16 @@ class TestReads:
 
         assert world_of(3, timing=timing).run(program) == [True] * 3
 
-    def test_of_another_program_are_legal(self, world_of):
+    def test_reads_in_a_later_program_are_legal(self, world_of):
         world, scratch = world_of(3, races=True), [torch.empty(2) for _ in range(3)]
         world.run(lambda rank: all_gather(rank, scratch[rank]))
         world.run(lambda rank: scratch[rank].clone())
 
 
 class TestUndefinedMemory:
-    """The map knows bytes, and keeps no memory alive."""
+    """The map works on bytes and does not keep memory alive."""
 
-    def test_knows_elements_of_any_strides(self):
+    def test_undefined_elements_are_found_for_any_strides(self):
         memory, flat = UndefinedMemory(), torch.zeros(6)
         memory.mark(flat.view(2, 3)[:, 1], origin="it")
         assert [memory.origin_of(flat[i : i + 1]) for i in range(6)] == [
@@ -246,21 +246,21 @@ class TestUndefinedMemory:
         memory.define(flat.view(torch.uint8)[16:20])
         assert not memory
 
-    def test_lets_go_of_memory_that_nobody_has(self):
+    def test_freed_memory_is_forgotten(self):
         memory, tensor = UndefinedMemory(), torch.zeros(2)
         memory.mark(tensor, origin="it")
         assert memory
         del tensor
         assert not memory
 
-    def test_forgets_a_storage_that_was_resized(self):
+    def test_resized_storage_is_forgotten(self):
         memory, tensor = UndefinedMemory(), torch.zeros(2)
         memory.mark(tensor, origin="it")
         tensor.untyped_storage().resize_(32)
         assert memory.origin_of(tensor) is None
         assert not memory
 
-    def test_knows_nothing_of_a_sparse_tensor(self):
+    def test_sparse_tensors_are_ignored(self):
         memory = UndefinedMemory()
         kept = torch.zeros(1)
         memory.mark(kept, origin="it")

@@ -1,4 +1,4 @@
-"""A group's methods take every form that torch's bindings take, and refuse what gloo refuses."""
+"""Argument forms of a group's methods: those of torch's bindings, with gloo's refusals."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_a_sum_sums(world_of, form):
+def test_allreduce_and_reduce_accept_every_form(world_of, form):
     def program(rank):
         work, tensor = FORMS[form](dist.group.WORLD, ones(rank))
         work.wait()
@@ -47,7 +47,7 @@ def test_every_form_of_a_sum_sums(world_of, form):
 
 
 @pytest.mark.parametrize("timing", ["eager", "hostile"])
-def test_forms_with_a_root_or_lists_move_what_they_should(world_of, timing):
+def test_root_and_list_forms_move_data(world_of, timing):
     def program(rank):
         group = dist.group.WORLD
         sent, gathered, scattered = ones(rank), rows(), torch.zeros(2)
@@ -123,7 +123,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_gloo_refuses_is_refused_in_its_words_and_ends_nothing(world_of, words):
+def test_bad_argument_raises_gloos_message_and_run_continues(world_of, words):
     def program(rank):
         if rank == 1:
             with pytest.raises(BadArgument, match=words):
@@ -143,7 +143,7 @@ OF_ONE_SIZE = {
 
 
 @pytest.mark.parametrize("kind", OF_ONE_SIZE)
-def test_gloo_wants_one_size_for_the_tensors_of_a_list(world_of, kind):
+def test_gloo_refuses_list_of_unequal_tensors(world_of, kind):
     def program(rank):
         dist.init_process_group("gloo")
         if rank == 1:
@@ -153,7 +153,7 @@ def test_gloo_wants_one_size_for_the_tensors_of_a_list(world_of, kind):
     world_of(RANKS).run(program)
 
 
-def test_an_all_to_all_wants_contiguous_tensors_as_gloo_does(world_of):
+def test_all_to_all_refuses_non_contiguous_tensors(world_of):
     def program(rank):
         square = torch.ones(2, 2).t()
         with pytest.raises(ValueError, match="Tensors must be contiguous"):
@@ -218,7 +218,7 @@ def test_a_rank_may_gather_several_tensors(world_of, timing):
     assert world_of(2, timing=timing).run(program) == [[[0.0, 1.0, 2.0, 3.0]] * 4] * 2
 
 
-def test_a_tensor_that_is_twice_in_a_coalesced_call_is_reduced_once_as_by_gloo(world_of):
+def test_duplicate_tensor_in_coalesced_call_is_reduced_once(world_of):
     def program(rank):
         tensor = torch.ones(1)
         dist.group.WORLD.allreduce_coalesced([tensor, tensor]).wait()
@@ -265,14 +265,14 @@ class TestSparse:
 
         assert world_of(2).run(program)[0] == [0.5, 1.0, 0.5, 0.0]
 
-    def test_other_shapes_on_another_rank_are_named(self, world_of):
+    def test_shape_mismatch_names_both_shapes(self, world_of):
         def program(rank):
             dist.all_reduce(torch.ones((4, 2) if rank else (2, 4)).to_sparse())
 
         with pytest.raises(ContractViolation, match=r"shape \(2, 4\)\n.*shape \(4, 2\)"):
             world_of(2).run(program)
 
-    def test_a_fault_of_its_data_is_said_to_have_missed(self, world_of):
+    def test_data_fault_on_sparse_tensor_is_reported_as_missed(self, world_of):
         fault = Fault(kind="corrupt", rank=0, call=0)
         world = world_of(2)
         world.configure(faults=[fault])

@@ -1,4 +1,4 @@
-"""What a group says of its backend: its name, devices, options and numbers."""
+"""A group's backend: its name, devices, options and sequence numbers."""
 
 from datetime import timedelta
 
@@ -10,7 +10,7 @@ from torch.distributed import distributed_c10d as c10d
 from zero_sim.sim import RankFailed, World
 
 
-def test_a_group_answers_to_the_backend_that_was_asked_for(world_of):
+def test_group_reports_requested_backend(world_of):
     def program(rank):
         before = dist.get_backend()
         dist.init_process_group("gloo", timeout=timedelta(seconds=9))
@@ -28,7 +28,7 @@ def test_a_group_answers_to_the_backend_that_was_asked_for(world_of):
     assert world.run(lambda rank: dist.get_backend()) == ["sim", "sim"]
 
 
-def test_a_backend_that_torch_does_not_know_is_refused(world_of):
+def test_unknown_backend_is_refused(world_of):
     def program(rank):
         with pytest.raises(ValueError, match="Invalid backend: 'glooo'"):
             dist.init_process_group("glooo")
@@ -47,7 +47,7 @@ def test_devices_are_those_of_the_machine(world_of):
     assert world_of(1).run(program) == [([torch.device("cpu")], ["cpu"], "cpu")]
 
 
-def test_the_backend_object_takes_collectives_as_the_group_does(world_of):
+def test_backend_object_runs_collectives(world_of):
     def program(rank):
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))
         total = torch.ones(2)
@@ -77,7 +77,7 @@ def test_members_share_the_store_of_their_group(world_of):
     assert world_of(2).run(program) == [b"here"] * 2
 
 
-def test_monitored_barrier_is_there_for_gloo(world_of):
+def test_gloo_has_monitored_barrier(world_of):
     def program(rank):
         dist.init_process_group("gloo")
         dist.monitored_barrier(timeout=timedelta(seconds=1), wait_all_ranks=True)
@@ -99,7 +99,7 @@ def test_the_fake_backend_is_torchs_own(world_of):
     assert world.run(lambda rank: dist.get_world_size()) == [2, 2]
 
 
-def test_a_group_has_the_name_that_torch_would_say(world_of):
+def test_group_name_matches_torch(world_of):
     def program(rank):
         before = dist.group.WORLD.name()
         dist.init_process_group("gloo")
@@ -108,7 +108,7 @@ def test_a_group_has_the_name_that_torch_would_say(world_of):
     assert world_of(2).run(program) == [("custom", "gloo")] * 2
 
 
-def test_the_default_time_out_of_a_group_can_be_set(world_of):
+def test_default_timeout_of_a_group_can_be_set(world_of):
     def program(rank):
         dist.group.WORLD._set_default_timeout(timedelta(seconds=23))
         return dist.group.WORLD.options._timeout
@@ -116,7 +116,7 @@ def test_the_default_time_out_of_a_group_can_be_set(world_of):
     assert world_of(1).run(program) == [timedelta(seconds=23)]
 
 
-def test_the_backend_object_makes_devices_for_options(world_of):
+def test_backend_object_creates_devices(world_of):
     def program(rank):
         dist.init_process_group("gloo")
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))
@@ -125,7 +125,7 @@ def test_the_backend_object_makes_devices_for_options(world_of):
     world_of(1).run(program)
 
 
-def test_a_device_that_torch_refuses_for_a_group_is_refused():
+def test_cpu_as_device_id_is_refused():
     def program(rank):
         dist.init_process_group(device_id=torch.device("cpu"))
 

@@ -1,4 +1,4 @@
-"""Every collective of torch.distributed moves the data as its documentation says."""
+"""Data movement of every collective of torch.distributed, as documented."""
 
 import pytest
 import torch
@@ -76,7 +76,7 @@ def test_reduce_writes_only_the_root(world_of, size):
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("spelling", ["reduce_scatter_single", "reduce_scatter_tensor"])
 @pytest.mark.parametrize("size", SIZES)
-def test_flat_reduce_scatter_under_both_names(world_of, size, spelling):
+def test_flat_reduce_scatter_has_both_names(world_of, size, spelling):
     def program(rank):
         out = torch.empty(2)
         getattr(dist, spelling)(out, values(rank, 2 * size))
@@ -237,7 +237,7 @@ def test_sub_groups_reduce_among_their_members_only(world_of):
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7])
-def test_all_reduce_of_any_layout_in_memory(world_of, numel):
+def test_all_reduce_accepts_any_memory_layout(world_of, numel):
     def program(rank):
         x = torch.zeros(numel, 2).t()[0] + rank
         y = torch.zeros(2, numel).t() + rank
@@ -250,7 +250,7 @@ def test_all_reduce_of_any_layout_in_memory(world_of, numel):
         assert torch.equal(y, torch.full((numel, 2), 3.0))
 
 
-def test_an_async_result_is_there_after_wait_and_its_future_holds_it(world_of):
+def test_wait_completes_async_result_and_its_future(world_of):
     def program(rank):
         x = torch.tensor([float(rank)])
         work = dist.all_reduce(x, async_op=True)
@@ -265,7 +265,7 @@ def test_an_async_result_is_there_after_wait_and_its_future_holds_it(world_of):
 @pytest.mark.parametrize("timing", ["eager", "hostile"])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("shapes", [((2,), (2,)), ((1,), (3, 2), ())], ids=["alike", "unlike"])
-def test_all_gather_coalesced_gives_a_list_for_each_rank(world_of, size, shapes, timing):
+def test_all_gather_coalesced_fills_a_list_per_rank(world_of, size, shapes, timing):
     def mine(rank):
         return [torch.full(shape, 10.0 * rank + i) for i, shape in enumerate(shapes)]
 
@@ -282,7 +282,7 @@ def test_all_gather_coalesced_gives_a_list_for_each_rank(world_of, size, shapes,
 
 @pytest.mark.filterwarnings("ignore:.*all_gather_coalesced.*:FutureWarning")
 @pytest.mark.parametrize("lengths", [(2, 1), (2, 3), (1, 2)])
-def test_all_gather_coalesced_takes_as_many_outputs_as_inputs(world_of, lengths):
+def test_all_gather_coalesced_refuses_unequal_list_lengths(world_of, lengths):
     def program(rank):
         outputs = [[torch.zeros(1) for _ in range(length)] for length in lengths]
         dist.all_gather_coalesced(outputs, [torch.ones(1), torch.ones(1)])

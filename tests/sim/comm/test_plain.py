@@ -1,4 +1,4 @@
-"""Collectives write memory as a backend does: autograd sees nothing of it, under every timing."""
+"""Collectives write plain memory under every timing: autograd does not see the writes."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def tensors():
 
 @pytest.mark.parametrize("timing", TIMINGS)
 @pytest.mark.parametrize("call", CALLS)
-def test_no_version_is_counted(world_of, call, timing):
+def test_collective_does_not_bump_tensor_versions(world_of, call, timing):
     def program(rank):
         given = tensors()
         CALLS[call](rank, given).wait()
@@ -51,7 +51,7 @@ def test_no_version_is_counted(world_of, call, timing):
 
 @pytest.mark.parametrize("timing", TIMINGS)
 @pytest.mark.parametrize("call", CALLS)
-def test_tensors_of_inference_mode_are_written_outside_of_it(world_of, call, timing):
+def test_inference_tensors_are_written_outside_inference_mode(world_of, call, timing):
     def program(rank):
         with torch.inference_mode():
             given = tensors()
@@ -63,7 +63,7 @@ def test_tensors_of_inference_mode_are_written_outside_of_it(world_of, call, tim
 
 @pytest.mark.parametrize("timing", TIMINGS)
 @pytest.mark.parametrize("call", CALLS)
-def test_tensors_that_need_a_gradient_and_views_are_written(world_of, call, timing):
+def test_tensors_requiring_grad_and_views_are_written(world_of, call, timing):
     def program(rank):
         given = [tensor.requires_grad_() for tensor in tensors()]
         CALLS[call](rank, given).wait()
@@ -75,7 +75,7 @@ def test_tensors_that_need_a_gradient_and_views_are_written(world_of, call, timi
 
 
 @pytest.mark.parametrize("timing", TIMINGS)
-def test_what_autograd_saved_may_be_reduced(world_of, timing):
+def test_tensor_saved_by_autograd_can_be_reduced(world_of, timing):
     def program(rank):
         x = torch.tensor([1.0, -1.0], requires_grad=True)
         y = torch.relu(x)
@@ -88,7 +88,7 @@ def test_what_autograd_saved_may_be_reduced(world_of, timing):
 
 
 @pytest.mark.parametrize("timing", TIMINGS)
-def test_tensors_inside_a_wrapper_are_moved(world_of, timing):
+def test_tensors_inside_a_wrapper_are_communicated(world_of, timing):
     def program(rank):
         both = TwoTensor(ones(2) * rank, ones(2) * 10 * rank)
         dist.all_reduce(both)
@@ -108,8 +108,8 @@ def test_tensors_inside_a_wrapper_are_moved(world_of, timing):
 
 
 @pytest.mark.parametrize("timing", TIMINGS)
-def test_a_wrapper_may_have_one_tensor_inside_twice(world_of, timing):
-    """FSDP2 gathers parts that are wrappers into parts of one plain tensor."""
+def test_wrapper_may_contain_one_tensor_twice(world_of, timing):
+    """FSDP2 gathers wrapped shards into slices of one plain tensor."""
 
     def program(rank):
         gathered = ones(2)
@@ -121,7 +121,7 @@ def test_a_wrapper_may_have_one_tensor_inside_twice(world_of, timing):
 
 
 @pytest.mark.parametrize("timing", TIMINGS)
-def test_the_result_of_a_functional_collective_is_waited_for(world_of, timing):
+def test_functional_collective_result_is_waited_for(world_of, timing):
     from torch.distributed._functional_collectives import all_reduce
 
     def program(rank):
@@ -141,7 +141,7 @@ def test_wrappers_of_unequal_count_are_refused(world_of):
 
 
 @pytest.mark.parametrize("timing", TIMINGS)
-def test_memory_that_cannot_be_written_is_the_error_of_whose_it_is(world_of, timing):
+def test_unwritable_memory_fails_the_rank_that_owns_it(world_of, timing):
     caught = []
 
     def program(rank):

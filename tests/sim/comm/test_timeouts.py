@@ -1,4 +1,4 @@
-"""Time-outs of barriers and stores: simulated, in gloo's words, deadlocks where none catches."""
+"""Simulated timeouts of barriers and stores, with gloo's messages; uncaught, they are deadlocks."""
 
 from datetime import timedelta
 
@@ -12,7 +12,7 @@ from zero_sim.sim import Deadlock
 SECOND = timedelta(seconds=1)
 
 
-def test_a_barrier_times_out_in_the_time_of_its_group(world_of):
+def test_barrier_times_out_after_its_groups_timeout(world_of):
     def program(rank):
         group = dist.new_group([0, 1], timeout=SECOND)
         if rank == 0:
@@ -27,7 +27,7 @@ def test_a_barrier_times_out_in_the_time_of_its_group(world_of):
     assert world_of(2).run(program) == [2.0, 2.0]
 
 
-def test_the_first_time_out_to_be_over_is_raised_and_the_others_are_told(world_of):
+def test_shortest_timeout_is_raised_and_closes_other_ranks(world_of):
     def program(rank):
         group = dist.new_group([0, 1, 2])
         if rank == 2:
@@ -41,7 +41,7 @@ def test_the_first_time_out_to_be_over_is_raised_and_the_others_are_told(world_o
     assert closed == f"Connection closed by peer: {timed_out}"
 
 
-def test_who_comes_to_a_barrier_that_another_rank_gave_up_is_told(world_of):
+def test_rank_late_to_an_abandoned_barrier_gets_an_error(world_of):
     def program(rank):
         group = dist.new_group([0, 1], timeout=SECOND)
         store = c10d._get_default_store()
@@ -55,7 +55,7 @@ def test_who_comes_to_a_barrier_that_another_rank_gave_up_is_told(world_of):
     world_of(2).run(program)
 
 
-def test_no_time_out_is_over_as_long_as_any_rank_can_run(world_of):
+def test_no_timeout_expires_while_any_rank_can_run(world_of):
     def program(rank):
         group = dist.new_group([0, 1], timeout=timedelta(milliseconds=1))
         others = dist.new_group([1, 2])
@@ -67,7 +67,7 @@ def test_no_time_out_is_over_as_long_as_any_rank_can_run(world_of):
     world_of(3).run(program)
 
 
-def test_a_time_out_that_nobody_catches_is_the_deadlock(world_of):
+def test_uncaught_timeout_is_a_deadlock(world_of):
     def program(rank):
         if rank == 0:
             dist.barrier(dist.group.WORLD, timeout=SECOND)
@@ -76,7 +76,7 @@ def test_a_time_out_that_nobody_catches_is_the_deadlock(world_of):
         world_of(2).run(program)
 
 
-def test_a_time_out_that_torch_sets_is_none(world_of):
+def test_torchs_default_timeout_never_expires(world_of):
     def program(rank):
         dist.init_process_group("nccl")
         if rank == 0:
@@ -88,7 +88,7 @@ def test_a_time_out_that_torch_sets_is_none(world_of):
 
 
 @pytest.mark.parametrize(("wait_all_ranks", "who"), [(False, "Rank 1"), (True, "Ranks 1, 2")])
-def test_a_monitored_barrier_names_on_rank_0_who_did_not_come(world_of, wait_all_ranks, who):
+def test_monitored_barrier_names_missing_ranks_on_rank_0(world_of, wait_all_ranks, who):
     def program(rank):
         dist.init_process_group("gloo")
         words = {
@@ -102,7 +102,7 @@ def test_a_monitored_barrier_names_on_rank_0_who_did_not_come(world_of, wait_all
     world_of(4).run(program)
 
 
-def test_a_monitored_barrier_without_any_time_is_refused_on_rank_0(world_of):
+def test_monitored_barrier_with_zero_timeout_fails_on_rank_0(world_of):
     def program(rank):
         dist.init_process_group("gloo")
         with pytest.raises(RuntimeError, match="Rank 0 timed out in monitoredBarrier after 0 ms"):
@@ -111,7 +111,7 @@ def test_a_monitored_barrier_without_any_time_is_refused_on_rank_0(world_of):
     world_of(1).run(program)
 
 
-def test_a_wait_for_a_key_times_out(world_of):
+def test_wait_for_a_key_times_out(world_of):
     def program(rank):
         store = c10d._get_default_store()
         if rank == 0:

@@ -1,4 +1,4 @@
-"""Stores of torch that a rank makes itself: what waits in one lets the other ranks run."""
+"""torch stores that a rank creates itself: a wait in a store lets other ranks run."""
 
 import socket
 import threading
@@ -17,7 +17,7 @@ KINDS = ("hash", "file", "tcp", "prefix")
 
 @pytest.fixture(params=KINDS)
 def shared_store(request, tmp_path):
-    """What gives each of two ranks a store of one kind that they share."""
+    """Function that opens a store of one kind, shared by two ranks."""
     shared = dist.HashStore()
     tcp = dist.TCPStore("localhost", 0, None, True) if request.param == "tcp" else None
 
@@ -31,7 +31,7 @@ def shared_store(request, tmp_path):
     return open_store
 
 
-def test_a_rank_that_gets_a_key_waits_for_the_rank_that_sets_it(world_of, shared_store):
+def test_get_waits_until_another_rank_sets_the_key(world_of, shared_store):
     def program(rank):
         store = shared_store()
         if rank == 0:
@@ -42,7 +42,7 @@ def test_a_rank_that_gets_a_key_waits_for_the_rank_that_sets_it(world_of, shared
     assert world_of(2).run(program) == [b"value", b"set"]
 
 
-def test_a_wait_for_several_keys_ends_with_the_last_of_them(world_of, shared_store):
+def test_wait_for_several_keys_ends_with_the_last_key(world_of, shared_store):
     order = []
 
     def program(rank):
@@ -61,7 +61,7 @@ def test_a_wait_for_several_keys_ends_with_the_last_of_them(world_of, shared_sto
     assert order == ["sets b", "waited"]
 
 
-def test_a_barrier_of_a_store_waits_for_all(world_of, shared_store):
+def test_store_barrier_waits_for_all_ranks(world_of, shared_store):
     came = []
 
     def program(rank):
@@ -81,7 +81,7 @@ def test_a_barrier_of_a_store_waits_for_all(world_of, shared_store):
         lambda store: store.compare_set("key", "value", "taken") == b"taken",
     ],
 )
-def test_a_rank_that_asks_in_a_loop_lets_the_others_run(world_of, shared_store, ask):
+def test_polling_a_store_lets_other_ranks_run(world_of, shared_store, ask):
     def program(rank):
         store = shared_store()
         if rank == 0:
@@ -105,7 +105,7 @@ def test_a_rank_that_asks_in_a_loop_lets_the_others_run(world_of, shared_store, 
     ],
     ids=["waits", "asks in a loop"],
 )
-def test_what_nobody_sets_is_a_deadlock(world_of, shared_store, get, said):
+def test_wait_for_a_key_that_is_never_set_is_a_deadlock(world_of, shared_store, get, said):
     def program(rank):
         if rank == 0:
             get(shared_store())
@@ -114,7 +114,7 @@ def test_what_nobody_sets_is_a_deadlock(world_of, shared_store, get, said):
         world_of(2).run(program)
 
 
-def test_queues_wait_for_what_another_rank_pushes(world_of):
+def test_queue_pop_waits_for_another_ranks_push(world_of):
     store = dist.HashStore()
 
     def program(rank):
@@ -127,7 +127,7 @@ def test_queues_wait_for_what_another_rank_pushes(world_of):
     assert sorted(world_of(3).run(program)) == [b"", b"first", b"second"]
 
 
-def test_a_wait_times_out_in_the_time_of_its_store(world_of, shared_store):
+def test_wait_times_out_after_its_stores_timeout(world_of, shared_store):
     def program(rank):
         store = shared_store()
         store.set_timeout(SECOND)
@@ -142,19 +142,19 @@ def test_a_wait_times_out_in_the_time_of_its_store(world_of, shared_store):
     world_of(2).run(program)
 
 
-def test_a_tcp_store_waits_for_its_clients_and_they_for_it(world_of):
+def test_tcp_store_and_its_clients_wait_for_each_other(world_of):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
 
     def program(rank):
-        # Rank 0 comes first, and finds nobody there.
+        # Rank 0 comes first and finds no server.
         store = dist.TCPStore("localhost", port, 2, is_master=rank == 1)
         kept.append(store)
         store.set(str(rank), "here")
         return store.get(str(1 - rank))
 
-    kept = []  # Who ends first would take the store away.
+    kept = []  # A rank that ends would close its store.
     assert world_of(2).run(program) == [b"here", b"here"]
 
 
@@ -172,7 +172,7 @@ def test_a_tcp_store_times_out_without_its_clients(world_of):
     world_of(2).run(program)
 
 
-def test_a_thread_that_a_rank_started_may_end_its_wait(world_of):
+def test_a_ranks_own_thread_may_end_its_wait(world_of):
     store = dist.HashStore()
 
     def program(rank):
@@ -201,7 +201,7 @@ def test_a_store_written_in_python_has_torchs_own_methods(world_of):
     assert world_of(1).run(program) == [b"mine"]
 
 
-def test_who_looks_for_a_store_does_not_connect_to_what_listens_there(world_of):
+def test_listening_check_does_not_connect(world_of):
     with socket.create_server(("localhost", 0)) as server:
         server.setblocking(False)
         port = server.getsockname()[1]
@@ -211,7 +211,7 @@ def test_who_looks_for_a_store_does_not_connect_to_what_listens_there(world_of):
     assert not torch_stores._is_listening(port)
 
 
-def test_torch_has_its_own_methods_back_when_the_last_world_closes():
+def test_closing_the_last_world_restores_torchs_methods():
     kinds = (dist.TCPStore, dist.FileStore, dist.HashStore, dist.PrefixStore)
     before = [set(vars(kind)) for kind in kinds]
     connect = dist.TCPStore.__init__
@@ -221,7 +221,7 @@ def test_torch_has_its_own_methods_back_when_the_last_world_closes():
     assert dist.TCPStore.__init__ == connect
 
 
-def test_a_group_may_be_made_with_a_store_of_torch(world_of, tmp_path):
+def test_group_can_be_created_with_a_torch_store(world_of, tmp_path):
     def program(rank):
         store = dist.FileStore(str(tmp_path / "store"), 2)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)

@@ -1,4 +1,4 @@
-"""Calls that do not fit are refused with both call sites and what both ranks called before."""
+"""Mismatched calls are refused with both call sites and the last calls of both ranks."""
 
 import time
 
@@ -10,7 +10,7 @@ from zero_sim.sim import ContractViolation, Deadlock
 
 
 def both(first, second):
-    """A program in which rank 0 does one thing and rank 1 another, after one call in common."""
+    """Program with one common call, after which rank 0 calls `first` and rank 1 `second`."""
 
     def program(rank):
         dist.barrier()
@@ -20,7 +20,7 @@ def both(first, second):
 
 
 def exchanged(rank):
-    """Each rank sums two halves of a buffer; rank 1 takes them in the other order."""
+    """Sum both halves of a buffer; rank 1 in the other order."""
     dist.barrier()
     halves = torch.ones(8).split(4)
     for half in reversed(halves) if rank else halves:
@@ -49,11 +49,11 @@ EIGHT = {
     ),
     "swapped-buffers": exchanged,
 }
-"""The eight kinds of mismatch in which runs of other tools hang, or go on with wrong sums."""
+"""Eight kinds of mismatch that hang in other tools or give wrong sums."""
 
 
 @pytest.mark.parametrize("kind", EIGHT)
-def test_every_kind_of_mismatch_is_named_with_sites_and_history(world_of, violation_of, kind):
+def test_every_mismatch_is_reported_with_sites_and_history(world_of, violation_of, kind):
     world = world_of(2)
     if kind == "missing-rank":
         with pytest.raises(Deadlock, match="ranks that never came: 1") as caught:
@@ -71,7 +71,7 @@ def test_every_kind_of_mismatch_is_named_with_sites_and_history(world_of, violat
         assert f"last calls of rank {rank}:\n  barrier #0 of group world" in text
 
 
-def test_a_violation_costs_milliseconds_of_computing_from_the_call_that_shows_it(world_of):
+def test_violation_is_found_within_milliseconds_of_cpu_time(world_of):
     world, times = world_of(2), []
     for numel in range(1, 6):
         called = []
@@ -87,14 +87,14 @@ def test_a_violation_costs_milliseconds_of_computing_from_the_call_that_shows_it
     assert min(times) < 0.01
 
 
-def test_no_more_than_the_last_three_calls_are_shown(world_of, violation_of):
+def test_only_the_last_three_calls_are_shown(world_of, violation_of):
     def program(rank):
         for _ in range(5):
             dist.barrier()
         dist.all_reduce(torch.ones(1 + rank))
 
     text = str(violation_of(world_of(2), program, "numel"))
-    # The call that came first is the first rank's last one; the other's was refused.
+    # The first rank to call made this call last; the other rank's call was refused.
     assert [text.count(f"barrier #{number} ") for number in range(5)] == [0, 0, 1, 2, 2]
     assert text.count("all_reduce #5 ") == 1
 
@@ -121,23 +121,25 @@ def test_no_more_than_the_last_three_calls_are_shown(world_of, violation_of):
         ),
     ],
 )
-def test_what_no_rank_could_get_right(world_of, violation_of, aspect, words, program):
+def test_call_that_is_wrong_on_every_rank_names_one_rank(
+    world_of, violation_of, aspect, words, program
+):
     violation = violation_of(world_of(2), program, aspect)
     assert words in str(violation)
     assert violation.rank == violation.other_rank
 
 
 class TestEntries:
-    """Entries of lists are measured before anything moves, and name the rank that they misfit."""
+    """Entries of lists are measured before data moves; an error names the rank of a misfit."""
 
-    def test_gathered_from_a_rank_that_gives_more(self, world_of, violation_of):
+    def test_all_gather_refuses_larger_input_of_one_rank(self, world_of, violation_of):
         def program(rank):
             dist.all_gather([torch.empty(2) for _ in range(3)], torch.ones(3 if rank == 1 else 2))
 
         text = str(violation_of(world_of(3), program, "entry-size"))
         assert "entry 1 of rank 1's list to have 3 elements" in text
 
-    def test_gathered_into_an_entry_of_another_ranks_size(self, world_of, violation_of):
+    def test_all_gather_refuses_entry_of_wrong_size(self, world_of, violation_of):
         def program(rank):
             sizes = [2, 2, 3 if rank == 0 else 2]
             dist.all_gather([torch.empty(size) for size in sizes], torch.ones(2))
@@ -146,7 +148,7 @@ class TestEntries:
         assert "entry 2 of rank 0's list is (3,)" in str(violation)
         assert (violation.rank, violation.other_rank) == (0, 2)
 
-    def test_gathered_in_uneven_sizes_that_all_know(self, world_of):
+    def test_all_gather_accepts_agreed_uneven_sizes(self, world_of):
         def program(rank):
             out = [torch.empty(size + 1) for size in range(3)]
             dist.all_gather(out, torch.full((rank + 1,), float(rank)))
@@ -163,14 +165,14 @@ class TestEntries:
         ],
         ids=["reduced and scattered", "scattered by the root", "gathered by the root"],
     )
-    def test_of_another_size(self, world_of, violation_of, call, owner):
+    def test_entry_of_another_size_is_refused(self, world_of, violation_of, call, owner):
         def program(rank):
             call(rank, [torch.ones(2), torch.ones(3)])
 
         text = str(violation_of(world_of(2), program, "entry-size"))
         assert f"entry 1 of rank {owner}'s list" in text
 
-    def test_exchanged_by_all(self, world_of, violation_of):
+    def test_all_to_all_refuses_mismatched_sizes(self, world_of, violation_of):
         def program(rank):
             out = [torch.empty(1), torch.empty(2 if rank == 0 else 1)]
             dist.all_to_all(out, [torch.ones(1), torch.ones(1)])
@@ -189,7 +191,9 @@ class TestEntries:
         ("non-contiguous", lambda: torch.ones(4)[::2], lambda: torch.empty(4)[::2]),
     ],
 )
-def test_a_receive_that_does_not_fit_its_send(world_of, violation_of, aspect, sent, received):
+def test_receive_that_mismatches_its_send_is_refused(
+    world_of, violation_of, aspect, sent, received
+):
     def program(rank):
         dist.recv(received(), src=0) if rank else dist.send(sent(), dst=1)
 
@@ -198,7 +202,7 @@ def test_a_receive_that_does_not_fit_its_send(world_of, violation_of, aspect, se
     assert text.count("test_contract.py:") >= 2
 
 
-def test_params_that_require_grad_are_plain_memory_to_a_collective(world_of):
+def test_collectives_treat_params_as_plain_memory(world_of):
     def program(rank):
         param = torch.nn.Parameter(torch.full((2,), float(rank)))
         dist.broadcast(param, src=1)

@@ -1,4 +1,4 @@
-"""What NCCL misreads because it moves memory and knows no tensors: format, overlap, exchange."""
+"""Memory that NCCL misreads because it moves bytes: formats, overlaps and swapped buffers."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from zero_sim.sim.callsite import shown_file
 
 
 def summing(make):
-    """A program that sums the tensor that `make(rank)` gives."""
+    """Program that sums the tensor that `make(rank)` returns."""
     return lambda rank: dist.all_reduce(make(rank))
 
 
@@ -18,13 +18,13 @@ def image(memory_format=torch.contiguous_format):
 
 
 class TestShapes:
-    """Equal counts are not enough where each side has rows of its own length."""
+    """Equal element counts are not enough if rows have different lengths."""
 
     @pytest.mark.parametrize(
         "shapes",
         [((2, 3), (3, 2)), ((2, 1, 3), (3, 2)), ((4, 3, 2), (2, 3, 4)), ((4, 6), (2, 3, 4))],
     )
-    def test_other_rows_are_refused(self, world_of, violation_of, shapes):
+    def test_rows_of_another_length_are_refused(self, world_of, violation_of, shapes):
         program = summing(lambda rank: torch.ones(shapes[rank]))
         text = str(violation_of(world_of(2), program, "shape"))
         assert f"shape {shapes[0]}" in text
@@ -33,7 +33,7 @@ class TestShapes:
     @pytest.mark.parametrize(
         "shapes", [((6,), (2, 3)), ((1, 6), (2, 3)), ((2, 1, 3), (2, 3)), ((0, 3), (3, 0))]
     )
-    def test_flat_memory_and_dimensions_of_one_are_fine(self, world_of, shapes):
+    def test_flat_memory_and_dimensions_of_one_are_accepted(self, world_of, shapes):
         world_of(2).run(summing(lambda rank: torch.ones(shapes[rank])))
 
     @pytest.mark.parametrize(
@@ -44,29 +44,29 @@ class TestShapes:
         ],
         ids=["outputs", "entries"],
     )
-    def test_others_count_too(self, world_of, violation_of, gather):
+    def test_shapes_of_gathered_tensors_are_compared(self, world_of, violation_of, gather):
         def program(rank):
             gather(torch.ones((2, 3) if rank else (3, 2)))
 
         violation_of(world_of(2), program, "shape")
 
-    def test_are_free_where_not_strict(self, world_of):
+    def test_unequal_shapes_are_accepted_when_not_strict(self, world_of):
         shapes = (2, 3), (3, 2)
         world_of(2, strict=False).run(summing(lambda rank: torch.ones(shapes[rank])))
 
 
 class TestFormats:
-    """One format on all ranks, and one that fills memory."""
+    """Memory formats: equal on all ranks, and without gaps."""
 
-    def test_channels_last_against_contiguous(self, world_of, violation_of):
+    def test_channels_last_against_contiguous_is_refused(self, world_of, violation_of):
         formats = torch.contiguous_format, torch.channels_last
         program = summing(lambda rank: image(formats[rank]))
         assert "memory format mismatch" in str(violation_of(world_of(2), program, "memory-format"))
 
-    def test_channels_last_everywhere_is_fine(self, world_of):
+    def test_channels_last_on_all_ranks_is_accepted(self, world_of):
         world_of(2).run(summing(lambda rank: image(torch.channels_last)))
 
-    def test_channels_last_cannot_be_cut_by_rank(self, world_of, violation_of):
+    def test_channels_last_cannot_be_split_by_rank(self, world_of, violation_of):
         def program(rank):
             out = torch.empty(4, 3, 4, 5)
             dist.all_gather_single(out, image(torch.channels_last))
@@ -77,12 +77,12 @@ class TestFormats:
         "make",
         [lambda: torch.ones(2, 3).t(), lambda: torch.ones(6)[::2], lambda: torch.ones(1).expand(3)],
     )
-    def test_other_strides_are_refused(self, world_of, violation_of, make):
+    def test_non_contiguous_strides_are_refused(self, world_of, violation_of, make):
         text = str(violation_of(world_of(2), summing(lambda rank: make()), "non-contiguous"))
         assert "strides" in text
         assert "test_contract_memory.py:" in text
 
-    def test_other_strides_are_taken_where_not_strict(self, world_of):
+    def test_non_contiguous_strides_are_accepted_when_not_strict(self, world_of):
         world_of(2, strict=False).run(summing(lambda rank: torch.ones(2, 3).t()))
 
 
@@ -121,13 +121,13 @@ OVERLAPPING = {
         torch.ones(2), list(torch.ones(3).as_strided((2, 2), (1, 1))) if rank == 0 else None
     ),
 }
-"""Programs of two ranks that share memory within one call."""
+"""Programs of two ranks in which one call's buffers overlap."""
 
 
 class TestAliasing:
-    """Memory is shared in place at rank x count, and not at all otherwise."""
+    """Input and output may share memory only at rank x count."""
 
-    def test_in_place_at_rank_times_count_is_fine(self, world_of):
+    def test_in_place_at_rank_times_count_is_accepted(self, world_of):
         def program(rank):
             flat = torch.full((6,), float(rank))
             dist.all_gather_single(flat, flat[2 * rank : 2 * rank + 2])
@@ -139,7 +139,7 @@ class TestAliasing:
         expected = [(3.0 * rank, [0.0, 1.0, 2.0]) for rank in range(3)]
         assert world_of(3).run(program) == expected
 
-    def test_neighbours_in_one_storage_are_fine(self, world_of):
+    def test_neighbours_in_one_storage_are_accepted(self, world_of):
         def program(rank):
             flat = torch.ones(6)
             dist.all_gather_single(flat[:4], flat[4:])
@@ -153,7 +153,7 @@ class TestAliasing:
         assert "bytes with" in text
         assert "test_contract_memory.py:" in text
 
-    def test_coalesced_entries_on_each_other_are_refused(self, world_of, violation_of):
+    def test_overlapping_coalesced_entries_are_refused(self, world_of, violation_of):
         def program(rank):
             flat = torch.ones(4)
             with dist._coalescing_manager():
@@ -162,7 +162,7 @@ class TestAliasing:
 
         violation_of(world_of(2), program, "aliasing")
 
-    def test_is_taken_where_not_strict(self, world_of):
+    def test_violation_is_accepted_when_not_strict(self, world_of):
         def program(rank):
             flat = torch.arange(4.0)
             dist.all_gather_single(flat, flat[1:3])
@@ -172,7 +172,7 @@ class TestAliasing:
 
 
 def in_order(*orders, call=dist.all_reduce, parts=3):
-    """Each rank passes the parts of its buffer in an order of its own."""
+    """Program in which each rank passes the parts of its buffer in its own order."""
 
     def program(rank):
         pieces = torch.ones(4 * parts).split(4)
@@ -183,9 +183,9 @@ def in_order(*orders, call=dist.all_reduce, parts=3):
 
 
 class TestSwaps:
-    """Two ranks pass the same two parts of a buffer, one of them the other way round."""
+    """Two ranks pass the same two parts of a buffer in opposite order."""
 
-    def test_names_both_collectives_of_both_ranks(self, world_of, violation_of):
+    def test_swap_names_both_collectives_of_both_ranks(self, world_of, violation_of):
         violation = violation_of(world_of(2), in_order((0, 1), (1, 0)), "swapped-buffers")
         text = str(violation)
         for rank, offsets in ((0, (0, 4)), (1, (4, 0))):
@@ -195,7 +195,7 @@ class TestSwaps:
                     in text
                 )
 
-    def test_is_seen_whoever_came_first(self, world_of, violation_of):
+    def test_swap_is_detected_in_every_arrival_order(self, world_of, violation_of):
         orders = (0, 1, 2), (0, 1, 2), (2, 1, 0)
         for seed in range(4):
             world = world_of(3, schedule="random", seed=seed)
@@ -211,11 +211,11 @@ class TestSwaps:
             lambda x: dist.all_gather_single(x, torch.ones(2)),
         ],
     )
-    def test_is_seen_in_every_symmetric_collective(self, world_of, violation_of, call):
+    def test_swap_is_detected_in_every_symmetric_collective(self, world_of, violation_of, call):
         program = in_order((0, 1, 2), (0, 2, 1), call=call)
         violation_of(world_of(2), program, "swapped-buffers")
 
-    def test_is_seen_within_one_coalesced_call(self, world_of, violation_of):
+    def test_swap_is_detected_within_a_coalesced_call(self, world_of, violation_of):
         def program(rank):
             parts = torch.ones(8).split(4)
             with dist._coalescing_manager():
@@ -224,10 +224,10 @@ class TestSwaps:
 
         violation_of(world_of(2), program, "swapped-buffers")
 
-    def test_places_that_differ_without_an_exchange_are_fine(self, world_of):
+    def test_different_offsets_without_a_swap_are_accepted(self, world_of):
         world_of(2).run(in_order((0, 1, 0, 1), (0, 2, 0, 2)))
 
-    def test_other_buffers_of_a_size_are_fine(self, world_of):
+    def test_different_buffers_of_equal_size_are_accepted(self, world_of):
         def program(rank):
             for offset in (0, 4) if rank else (4, 0):
                 flat = torch.ones(8)
@@ -237,7 +237,7 @@ class TestSwaps:
         kept = []
         world_of(2).run(program)
 
-    def test_a_ranks_own_place_of_in_place_shards_is_fine(self, world_of):
+    def test_in_place_shards_at_a_ranks_own_offset_are_accepted(self, world_of):
         def program(rank):
             flat = torch.ones(8)
             own = [flat[4 * half + 2 * rank :][:2] for half in (0, 1)]
@@ -247,10 +247,10 @@ class TestSwaps:
 
         world_of(2).run(program)
 
-    def test_is_taken_where_not_strict(self, world_of):
+    def test_violation_is_accepted_when_not_strict(self, world_of):
         world_of(2, strict=False).run(in_order((0, 1), (1, 0)))
 
-    def test_memory_of_it_is_bounded(self, world_of):
+    def test_swap_detector_memory_is_bounded(self, world_of):
         def program(rank):
             flat = torch.ones(1000)
             for offset in range(200):
@@ -261,7 +261,7 @@ class TestSwaps:
         assert len(world._groups["0"].swaps._sightings) <= 64
 
 
-def test_a_violation_of_memory_names_the_rank_alone(world_of):
+def test_memory_violation_names_only_its_own_rank(world_of):
     def program(rank):
         dist.all_reduce(torch.ones(4)[::2] if rank else torch.ones(2))
 

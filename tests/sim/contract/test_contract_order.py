@@ -1,4 +1,4 @@
-"""When calls are made, waited for and still allowed: groups, works, and ends of programs."""
+"""Order of calls and waits, and use of groups, works and ended programs."""
 
 import time
 
@@ -12,22 +12,22 @@ from zero_sim.sim.contract.inversions import find_inversion
 
 
 def two_groups():
-    """Two groups of all ranks, so that every collective of one could be of the other."""
+    """Create two groups of all ranks, so that a collective fits either of them."""
     ranks = list(range(dist.get_world_size()))
     return dist.new_group(ranks), dist.new_group(ranks)
 
 
 def sum_async(groups):
-    """One asynchronous sum on each group, all waited for at the end."""
+    """Start one asynchronous sum on each group, then wait for all."""
     works = [dist.all_reduce(torch.ones(2), group=group, async_op=True) for group in groups]
     for work in works:
         work.wait()
 
 
 class TestInversions:
-    """Ranks that share groups use them in one order, or it hangs sometimes."""
+    """Ranks that share groups must use them in one order, or they may hang."""
 
-    def test_names_two_ranks_and_both_calls_of_each(self, world_of, violation_of):
+    def test_inversion_names_two_ranks_and_two_calls_of_each(self, world_of, violation_of):
         def program(rank):
             a, b = two_groups()
             sum_async([b, a] if rank == 2 else [a, b])
@@ -39,7 +39,7 @@ class TestInversions:
         assert text.count("test_contract_order.py:") == 4
         assert text.count("before all_reduce #0 of group") == 2
 
-    def test_a_circle_of_three_ranks_and_three_groups(self, world_of, violation_of):
+    def test_cycle_of_three_ranks_and_three_groups_is_found(self, world_of, violation_of):
         def program(rank):
             groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0, 2])]
             mine = ([groups[2], groups[0]], [groups[0], groups[1]], [groups[1], groups[2]])
@@ -48,7 +48,7 @@ class TestInversions:
         text = str(violation_of(world_of(3), program, "order-inversion"))
         assert [text.count(f"\n  rank {rank}: all_reduce") for rank in range(3)] == [1, 1, 1]
 
-    def test_the_shortest_circle_is_shown_among_many_calls(self, world_of, violation_of):
+    def test_shortest_cycle_among_many_calls_is_shown(self, world_of, violation_of):
         def program(rank):
             a, b = two_groups()
             sum_async([a, b] * 20 + ([b, a] if rank else [a, b]) + [a, b] * 20)
@@ -57,14 +57,14 @@ class TestInversions:
         assert "rank 0: all_reduce #20 of group 1 (ranks 0, 1)" in text
         assert "rank 1: all_reduce #20 of group 2 (ranks 0, 1)" in text
 
-    def test_one_order_on_all_ranks_is_fine(self, world_of):
+    def test_one_order_on_all_ranks_is_accepted(self, world_of):
         def program(rank):
             a, b = two_groups()
             sum_async([a, b, None, b, a])
 
         world_of(3).run(program)
 
-    def test_groups_that_share_no_two_ranks_are_free(self, world_of):
+    def test_groups_that_share_no_two_ranks_may_differ_in_order(self, world_of):
         def program(rank):
             rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
             columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
@@ -91,14 +91,14 @@ class TestInversions:
         pending = []
         world_of(2).run(program)
 
-    def test_are_taken_where_not_strict(self, world_of):
+    def test_inversion_is_accepted_when_not_strict(self, world_of):
         def program(rank):
             a, b = two_groups()
             sum_async([b, a] if rank else [a, b])
 
         world_of(2, strict=False).run(program)
 
-    def test_take_time_linear_in_the_calls(self, world_of):
+    def test_finding_inversions_takes_linear_time(self, world_of):
         def call(rank, group, sequence):
             return CollectiveRecord(
                 rank, "barrier", group, (0, 1), sequence, "none", 0, 0, "", True, "program.py", 1
@@ -120,9 +120,9 @@ class TestInversions:
 
 
 class TestDeadlocks:
-    """A hang says what went round in a circle, and what each rank did before."""
+    """A hang reports the cycle of waiting ranks and the last calls of each."""
 
-    def test_blocking_calls_on_two_groups_are_named_as_a_circle(self, world_of):
+    def test_blocking_calls_on_two_groups_are_reported_as_a_cycle(self, world_of):
         def program(rank):
             a, b = two_groups()
             for group in (b, a) if rank else (a, b):
@@ -137,7 +137,7 @@ class TestDeadlocks:
         assert second.endswith("for rank 0")
         assert all(line in str(caught.value) for line in caught.value.cycle)
 
-    def test_a_rank_that_never_comes_is_no_circle(self, world_of):
+    def test_missing_rank_is_not_reported_as_a_cycle(self, world_of):
         def program(rank):
             dist.barrier()
             if rank < 2:
@@ -148,7 +148,7 @@ class TestDeadlocks:
         assert caught.value.cycle == ()
         assert str(caught.value).count("after barrier #0 of group world") == 2
 
-    def test_an_inversion_before_it_is_named(self, world_of):
+    def test_inversion_before_a_deadlock_is_named(self, world_of):
         def program(rank):
             a, b = two_groups()
             sum_async([b, a] if rank else [a, b])
@@ -160,8 +160,8 @@ class TestDeadlocks:
         assert "in different order" in caught.value.cycle[0]
 
     @pytest.mark.parametrize("size", [64, 1024])
-    def test_of_many_ranks_is_explained_with_little_computing(self, world_of, size):
-        seconds = 1.0 if size == 64 else 5.0  # Ten and more times what an idle machine takes.
+    def test_deadlock_of_many_ranks_is_explained_quickly(self, world_of, size):
+        seconds = 1.0 if size == 64 else 5.0  # At least ten times the figure of an idle machine.
         called = []
 
         def program(rank):
@@ -179,9 +179,9 @@ class TestDeadlocks:
 
 
 class TestWaits:
-    """What was started is waited for before a program returns."""
+    """Asynchronous calls must be waited for before the program returns."""
 
-    def test_names_every_call_that_nobody_waited_for(self, world_of, violation_of):
+    def test_every_unwaited_call_is_named(self, world_of, violation_of):
         def program(rank):
             dist.all_reduce(torch.ones(1), async_op=True)
             dist.barrier(async_op=True).wait()
@@ -195,7 +195,7 @@ class TestWaits:
         assert "barrier" not in message
         assert "other ranks did the same: 1" in message
 
-    def test_a_work_that_was_dropped_counts_on_the_one_rank(self, world_of, violation_of):
+    def test_dropped_work_is_reported_on_its_rank(self, world_of, violation_of):
         def program(rank):
             work = dist.all_reduce(torch.ones(1), async_op=True)
             if rank != 1:
@@ -213,10 +213,10 @@ class TestWaits:
             lambda work: [None for _ in iter(work.is_completed, True)],
         ],
     )
-    def test_every_way_of_waiting_is_fine(self, world_of, settle):
+    def test_every_way_of_waiting_is_accepted(self, world_of, settle):
         world_of(2).run(lambda rank: settle(dist.all_reduce(torch.ones(1), async_op=True)) and None)
 
-    def test_polling_that_ended_too_early_is_not_waiting(self, world_of, violation_of):
+    def test_polling_that_ends_early_is_not_a_wait(self, world_of, violation_of):
         def program(rank):
             group = dist.new_group([0, 1])
             if rank:
@@ -229,7 +229,9 @@ class TestWaits:
 
         violation_of(world_of(2), program, "never-waited")
 
-    def test_sends_count_and_a_coalesced_work_stands_for_its_parts(self, world_of, violation_of):
+    def test_unwaited_sends_count_and_a_coalesced_wait_covers_its_parts(
+        self, world_of, violation_of
+    ):
         def program(rank, wait):
             out, group = torch.empty(1), dist.group.WORLD
             group._start_coalescing(torch.device("cpu"))
@@ -245,7 +247,7 @@ class TestWaits:
         assert "recv tag 0" in text
         world.run(lambda rank: program(rank, True))
 
-    def test_torch_itself_waits(self, world_of):
+    def test_torchs_own_parallelism_waits_for_its_calls(self, world_of):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -264,16 +266,16 @@ class TestWaits:
 
         world_of(4).run(program)
 
-    def test_nothing_is_owed_where_not_strict(self, world_of):
+    def test_unwaited_call_is_accepted_when_not_strict(self, world_of):
         world_of(2, strict=False).run(
             lambda rank: dist.all_reduce(torch.ones(1), async_op=True) and None
         )
 
 
 class TestGroups:
-    """All ranks make the same groups in one order, members or not."""
+    """All ranks must create the same groups in one order, members or not."""
 
-    def test_names_both_calls(self, world_of, violation_of):
+    def test_group_mismatch_names_both_calls(self, world_of, violation_of):
         def program(rank):
             for ranks in ([0, 1], [0, 1, 2]) if rank else ([0, 1, 2], [0, 1]):
                 dist.new_group(ranks)
@@ -284,7 +286,7 @@ class TestGroups:
         assert "new_group of ranks [0, 1] at" in text
         assert text.count("test_contract_order.py:") == 2
 
-    def test_a_rank_that_is_no_member_must_agree_too(self, world_of, violation_of):
+    def test_non_members_must_agree_on_groups(self, world_of, violation_of):
         def program(rank):
             dist.barrier()
             dist.new_group([0] if rank == 2 else [0, 1])
@@ -293,7 +295,7 @@ class TestGroups:
         assert 2 in (violation.rank, violation.other_rank)
         assert "last calls of rank 2:\n  barrier" in str(violation)
 
-    def test_other_groups_after_the_world_was_made_anew_are_fine(self, world_of):
+    def test_group_order_restarts_with_a_new_world(self, world_of):
         def program(rank):
             dist.new_group([0])
             dist.destroy_process_group()
@@ -307,10 +309,10 @@ class TestGroups:
 
 
 class TestDestroyed:
-    """A group that was destroyed is not used again."""
+    """A destroyed group must not be used."""
 
     @pytest.mark.parametrize("call", [dist.all_reduce, lambda x: dist.broadcast(x, src=0)])
-    def test_the_world(self, world_of, violation_of, call):
+    def test_use_of_a_destroyed_world_is_refused(self, world_of, violation_of, call):
         def program(rank):
             dist.barrier()
             dist.destroy_process_group()
@@ -330,7 +332,7 @@ class TestDestroyed:
             lambda group: dist.destroy_process_group(group),
         ],
     )
-    def test_a_sub_group(self, world_of, violation_of, call):
+    def test_use_of_a_destroyed_sub_group_is_refused(self, world_of, violation_of, call):
         def program(rank):
             group = dist.new_group([0, 1])
             dist.destroy_process_group(group)
@@ -340,7 +342,7 @@ class TestDestroyed:
         assert "group 1 (ranks 0, 1), which it destroyed" in text
         assert text.count("test_contract_order.py:") == 2
 
-    def test_a_sub_group_goes_with_the_world(self, world_of, violation_of):
+    def test_destroying_the_world_destroys_sub_groups(self, world_of, violation_of):
         def program(rank):
             group = dist.new_group([0, 1])
             dist.destroy_process_group()
@@ -349,7 +351,7 @@ class TestDestroyed:
 
         violation_of(world_of(2), program, "use-after-destroy")
 
-    def test_asking_whether_it_is_there_is_no_use(self, world_of):
+    def test_is_initialized_does_not_count_as_use(self, world_of):
         def program(rank):
             dist.destroy_process_group()
             return dist.is_initialized()

@@ -1,4 +1,4 @@
-"""What backwards leave behind in a rank's thread."""
+"""Memory that a backward leaves in a rank's thread."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from zero_sim.sim import RankFailed, World
 
 
 class Packed:
-    """What a hook keeps of a saved tensor; a weak reference tells whether it lives."""
+    """Saved tensor as packed by a hook; a weak reference shows if it is alive."""
 
     def __init__(self, tensor):
         self.tensor = tensor
 
 
 def fail_in_backward(kept):
-    """Raise in a hook while other nodes, which keep what is saved, are ready."""
+    """Raise in a hook while other ready nodes still own saved tensors."""
 
     def pack(tensor):
         packed = Packed(tensor.clone())
@@ -36,14 +36,14 @@ def fail_in_backward(kept):
     torch.stack([*others, last]).sum().backward()
 
 
-def test_a_rank_that_raised_keeps_nothing_of_its_backward():
-    """Its thread lives on, and would destroy it after the interpreter has begun to end."""
+def test_failed_rank_releases_its_backward():
+    """The thread would destroy saved tensors after the interpreter has begun to exit."""
     kept = []
 
     def program(rank):
         with pytest.raises(ZeroDivisionError):
             fail_in_backward(kept)
-        # Of this one no traceback holds what the backward came from.
+        # No traceback of this exception refers to the backward.
         raise ValueError
 
     with World(2) as world:
@@ -53,8 +53,7 @@ def test_a_rank_that_raised_keeps_nothing_of_its_backward():
         assert [each() for each in kept] == [None] * len(kept)
 
 
-def test_a_program_that_goes_on_is_let_go_of_when_the_world_closes():
-    """It catches what its backward raised."""
+def test_closing_the_world_releases_a_caught_backward():
     kept = []
 
     def program(rank):

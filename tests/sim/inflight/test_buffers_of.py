@@ -1,4 +1,4 @@
-"""What each kind of call lends, and in which role."""
+"""Buffers in flight for each kind of call, with their roles."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ BOTH = torch.zeros(4)
 
 
 def lent(call, group_rank=1):
-    """Role and memory of each flight, for one rank of two."""
+    """Role and memory of each buffer in flight, for one of two ranks."""
     buffers = buffers_of(call, group_rank=group_rank, group_size=2, what="it", strict=True)
     seen = [(buffer.role, buffer.tensor.data_ptr(), buffer.tensor.numel()) for buffer in buffers]
     return sorted(seen, reverse=True)
@@ -86,13 +86,13 @@ def as_lent(*pairs):
     ],
     ids=lambda value: value.kind if isinstance(value, Call) else "",
 )
-def test_roles(call, at_1, at_0):
+def test_buffers_in_flight_have_the_roles_of_their_call(call, at_1, at_0):
     assert lent(call, group_rank=1) == as_lent(*at_1)
     if at_0 is not None:
         assert lent(call, group_rank=0) == as_lent(*at_0)
 
 
-def test_a_flight_knows_its_call():
+def test_buffer_names_its_call_site():
     call = Call(kind="all_gather", inputs=[BOTH[:2]], outputs=[BOTH], file="train.py", line=7)
     what = "all_gather #3 of group world"
     _, output = buffers_of(call, group_rank=0, group_size=2, what=what, strict=True)

@@ -1,4 +1,4 @@
-"""Futures of works: a wait for one is a wait for its work, and nothing else about one is."""
+"""Futures of works: waiting for a future waits for its work; nothing else does."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def doubled(future):
 
 
 def ones(rank):
-    """Four elements whose sum over two ranks is 12."""
+    """Four elements that sum to 12 over two ranks."""
     return torch.ones(4) * (rank + 1)
 
 
@@ -43,11 +43,11 @@ def timing(request):
 
 
 class TestWaits:
-    """Whatever waits for a future waits for the work."""
+    """Every wait for a future waits for its work."""
 
     @pytest.mark.parametrize("name", WAITS)
     @pytest.mark.parametrize("races", [False, True])
-    def test_each_way_of_waiting(self, world_of, timing, name, races):
+    def test_each_way_of_waiting_waits_for_the_work(self, world_of, timing, name, races):
         def program(rank):
             future = future_of(ones(rank))
             result = WAITS[name](future)
@@ -57,7 +57,7 @@ class TestWaits:
             world = world_of(2, timing=timing, races=races, seed=seed)
             assert world.run(program) == [12.0, 12.0]
 
-    def test_others_run_while_a_rank_waits(self, world_of, timing):
+    def test_other_ranks_run_while_a_rank_waits(self, world_of, timing):
         order = []
 
         def program(rank):
@@ -73,7 +73,7 @@ class TestWaits:
         assert world_of(2, timing=timing).run(program) == [3.0, 3.0]
         assert order == ["first", "second", "waited"]
 
-    def test_a_rank_that_never_comes_is_named(self, world_of, timing):
+    def test_missing_rank_is_named(self, world_of, timing):
         def program(rank):
             if rank == 0:
                 future_of(ones(rank)).wait()
@@ -92,8 +92,8 @@ class TestWaits:
         world = world_of(2, timing=timing, races=True)
         assert world.run(program) == [(True, True, [3.0], 3.0)] * 2
 
-    def test_polling_the_work_until_it_is_done_is_a_wait(self, world_of, timing):
-        # NCCL says yes only after the device has finished.
+    def test_polling_a_work_until_done_is_a_wait(self, world_of, timing):
+        # With NCCL, is_completed() is true only after the device has finished.
         def program(rank):
             x = ones(rank)
             work = dist.all_reduce(x, async_op=True)
@@ -123,10 +123,10 @@ PEEKS = {
 
 
 class TestNoWaits:
-    """What is no wait leaves the memory in flight."""
+    """Other uses of a future leave its memory in flight."""
 
     @pytest.mark.parametrize("name", PEEKS)
-    def test_the_memory_may_not_be_touched_before_the_wait(self, world_of, timing, name):
+    def test_access_before_the_wait_is_a_race(self, world_of, timing, name):
         def program(rank):
             x = ones(rank)
             future = future_of(x)
@@ -137,7 +137,7 @@ class TestNoWaits:
             with pytest.raises(DataRace):
                 world_of(2, timing=timing, races=True, seed=seed).run(program)
 
-    def test_an_input_may_not_be_written_before_the_wait(self, world_of, timing):
+    def test_write_to_an_input_before_the_wait_is_a_race(self, world_of, timing):
         def program(rank):
             x, out = torch.ones(4), torch.empty(2)
             future = dist.reduce_scatter_single(out, x, async_op=True).get_future()
@@ -169,15 +169,15 @@ class TestNoWaits:
         ],
         ids=["dropped", "done", "then", "collect_all"],
     )
-    def test_a_future_that_nobody_waits_for(self, world_of, timing, leave):
+    def test_unwaited_future_is_reported(self, world_of, timing, leave):
         with pytest.raises(ContractViolation, match="without having waited") as caught:
             world_of(2, timing=timing).run(lambda rank: leave(future_of(ones(rank))))
         assert caught.value.aspect == "never-waited"
 
-    def test_the_value_of_an_unfinished_future_raises(self, world_of, timing):
+    def test_value_of_an_unfinished_future_raises(self, world_of, timing):
         def program(rank):
             future = future_of(ones(rank))
-            if rank == 0:  # It runs first.
+            if rank == 0:  # Rank 0 runs first.
                 with pytest.raises(RuntimeError, match="expected a future that is done"):
                     future.value()
             future.wait()
@@ -199,7 +199,7 @@ class TestNoWaits:
 
 
 class TestCallbacks:
-    """Callbacks run once, in the rank's own thread, when the outputs are there."""
+    """Callbacks run once, in the rank's own thread, when the outputs are complete."""
 
     @pytest.mark.parametrize("races", [False, True])
     def test_a_callback_may_use_the_memory_in_place(self, world_of, timing, races):
@@ -239,7 +239,7 @@ class TestCallbacks:
 
         assert world_of(2, timing=timing).run(program) == [3.0, 3.0]
 
-    def test_an_error_of_a_callback_is_raised_by_the_wait(self, world_of, timing):
+    def test_callback_error_is_raised_by_the_wait(self, world_of, timing):
         def program(rank):
             child = future_of(ones(rank)).then(lambda each: 1 / 0).then(lambda each: each.wait())
             with pytest.raises(RuntimeError, match="running the callback: ZeroDivisionError"):
@@ -250,7 +250,7 @@ class TestCallbacks:
 
         world_of(2, timing=timing).run(program)
 
-    def test_an_error_nobody_waits_for_is_printed(self, world_of, timing, capfd):
+    def test_unwaited_callback_error_is_printed(self, world_of, timing, capfd):
         def program(rank):
             future = future_of(ones(rank))
             future.add_done_callback(lambda each: 1 / 0)
@@ -269,7 +269,7 @@ class TestCallbacks:
         with pytest.raises(DataRace):
             world_of(2, timing=timing, races=True).run(program)
 
-    def test_futures_of_works_and_others_are_collected(self, world_of, timing):
+    def test_collect_all_mixes_futures_of_works_and_others(self, world_of, timing):
         def program(rank):
             own = torch.futures.Future()
             both = torch.futures.collect_all([future_of(ones(rank)), own])
@@ -282,7 +282,7 @@ class TestCallbacks:
 
 
 def sharded_step(rank):
-    """One step of a sharded optimizer that keeps futures in dicts, as public examples do."""
+    """One step of a sharded optimizer that keeps futures in dicts, like public examples."""
     size = dist.get_world_size()
     params = [torch.arange(float(size * n)) + n for n in (1, 2, 3)]
     infos = []
@@ -304,11 +304,11 @@ def sharded_step(rank):
     return torch.cat([*params, small_info["grad"]])
 
 
-class TestRightPrograms:
-    """The bits depend on neither timing, schedule nor seed."""
+class TestCorrectPrograms:
+    """Results depend neither on timing nor on schedule or seed."""
 
     @pytest.mark.parametrize("size", [1, 2, 3])
-    def test_a_step_that_keeps_its_futures(self, world_of, size):
+    def test_step_with_stored_futures_is_reproducible(self, world_of, size):
         expected = world_of(size).run(sharded_step)
         for timing in TIMINGS:
             for schedule in ("round-robin", "random"):
@@ -362,23 +362,23 @@ DOORS = (
 )  # fmt: skip
 
 
-class TestOtherDoors:
-    """Other ways to the memory of a call are no waits either, and their own waits are."""
+class TestOtherAccess:
+    """Other ways to reach a call's memory are no waits; their own waits are."""
 
     @pytest.mark.parametrize("door", DOORS)
-    def test_a_read_before_the_wait(self, world_of, timing, door):
+    def test_read_before_the_wait_is_a_race(self, world_of, timing, door):
         def program(rank):
             memory, wait = door(ones(rank))
             try:
                 memory.sum()
             finally:
-                wait()  # Or torch warns of it when the process ends.
+                wait()  # Otherwise torch warns at process exit.
 
         with pytest.raises(DataRace):
             world_of(2, timing=timing, races=True).run(program)
 
     @pytest.mark.parametrize("door", DOORS)
-    def test_a_read_after_the_wait(self, world_of, timing, door):
+    def test_read_after_the_wait_is_accepted(self, world_of, timing, door):
         def program(rank):
             memory, wait = door(ones(rank))
             wait()
@@ -388,12 +388,12 @@ class TestOtherDoors:
         assert world_of(2, timing=timing, races=True).run(program) == expected
 
     @pytest.mark.parametrize("door", [d for d in DOORS if not d.__name__.startswith("functional")])
-    def test_no_wait_at_all(self, world_of, timing, door):
+    def test_missing_wait_is_reported(self, world_of, timing, door):
         with pytest.raises(ContractViolation, match="without having waited"):
             world_of(2, timing=timing).run(lambda rank: door(ones(rank)) and None)
 
 
-def test_a_future_that_is_waited_for_by_one_rank_alone_counts_for_the_other(world_of, timing):
+def test_future_waited_for_by_one_rank_is_unwaited_on_the_other(world_of, timing):
     def program(rank):
         future = future_of(ones(rank))
         if rank == 0:

@@ -1,4 +1,4 @@
-"""The race detector names the operation, its line and the elements; correct programs are clean."""
+"""Race detector: names the operation, its line and the elements; correct programs are clean."""
 
 import inspect
 import linecache
@@ -15,7 +15,7 @@ from zero_sim.sim import DataRace, unwatched
 
 @pytest.fixture
 def world_of(world_of):
-    """Watched worlds that name only races: some programs leave calls open, or are strided."""
+    """Non-strict worlds that detect races: some programs leave calls open or use strides."""
 
     def get(size, **settings):
         return world_of(size, **{"races": True, "strict": False, **settings})
@@ -35,20 +35,20 @@ def race_of(world, program, *, on=None):
 
 
 def touched(race):
-    """What was done to which elements of what."""
+    """Operation, access and elements of a race, and the role of the buffer."""
     access = race.access
     verb = "writes" if access.writes else "reads"
     return access.operation, verb, access.start, access.stop, race.buffer.role
 
 
 def scatter_in_flight(rank):
-    """An input of 8 elements that two ranks are still reading, and its work."""
+    """Input of 8 elements that two ranks are still reading, and its work."""
     x = torch.arange(8.0)
     return x, dist.reduce_scatter_single(torch.empty(4), x, async_op=True)
 
 
 def gather_in_flight(rank):
-    """An output of 8 elements that two ranks are still writing, and its work."""
+    """Output of 8 elements that two ranks are still writing, and its work."""
     x = torch.zeros(8)
     return x, dist.all_gather_single(x, torch.ones(4), async_op=True)
 
@@ -69,10 +69,10 @@ WRITES = {
 
 
 class TestWritesOfInputs:
-    """Whatever writes an input in flight is caught."""
+    """Every write to an input in flight is caught."""
 
     @pytest.mark.parametrize("name", WRITES)
-    def test_every_kind_of_write(self, world_of, name):
+    def test_every_kind_of_write_is_a_race(self, world_of, name):
         write, operation = WRITES[name]
 
         def program(rank):
@@ -88,7 +88,7 @@ class TestWritesOfInputs:
         line = linecache.getline(__file__, caught.value.access.line)
         assert line.strip().startswith(f'"{name}"')
 
-    def test_a_foreach_optimizer(self, world_of):
+    def test_write_by_a_foreach_optimizer_is_a_race(self, world_of):
         def program(rank):
             x, _ = scatter_in_flight(rank)
             param = nn.Parameter(x[6:])
@@ -98,7 +98,7 @@ class TestWritesOfInputs:
         race = race_of(world_of(2), program)
         assert touched(race) == ("aten::_foreach_add_", "writes", 6, 8, "input")
 
-    def test_running_statistics_although_their_schema_does_not_say_so(self, world_of):
+    def test_write_missing_from_the_schema_is_a_race(self, world_of):
         def program(rank):
             norm = nn.BatchNorm1d(4)
             dist.broadcast(norm.running_mean, src=0, async_op=True)
@@ -124,10 +124,10 @@ READS = {
 
 
 class TestReadsOfOutputs:
-    """Whatever reads an output in flight is caught."""
+    """Every read of an output in flight is caught."""
 
     @pytest.mark.parametrize("name", READS)
-    def test_every_kind_of_read(self, world_of, name):
+    def test_every_kind_of_read_is_a_race(self, world_of, name):
         def program(rank):
             x, work = gather_in_flight(rank)
             READS[name](x[2:5])
@@ -145,7 +145,7 @@ class TestReadsOfOutputs:
     @pytest.mark.parametrize(
         "operation", [lambda x: x.t().reshape(-1), lambda x: x.t().contiguous()]
     )
-    def test_a_reshape_that_copies_in_inference_mode(self, world_of, operation):
+    def test_copying_reshape_in_inference_mode_is_a_race(self, world_of, operation):
         def program(rank):
             x, work = gather_in_flight(rank)
             with torch.inference_mode():
@@ -158,9 +158,9 @@ class TestReadsOfOutputs:
 
 
 class TestBackward:
-    """The mode is there inside backward, in hooks, and in torch's own C++ code."""
+    """The mode is active inside backward, in hooks, and in torch's C++ code."""
 
-    def test_accumulation_by_autograd(self, world_of):
+    def test_gradient_accumulation_is_a_race(self, world_of):
         def program(rank):
             layer = nn.Linear(3, 2)
             layer(torch.ones(1, 3)).sum().backward()
@@ -174,7 +174,7 @@ class TestBackward:
         assert race.access.node == "AccumulateGrad"
         assert "in backward of AccumulateGrad" in str(race)
 
-    def test_a_saved_tensor_that_backward_reads(self, world_of):
+    def test_backward_reading_a_saved_tensor_is_a_race(self, world_of):
         def program(rank):
             layer = nn.Linear(3, 2, bias=False)
             loss = layer(torch.ones(1, 3, requires_grad=True)).sum()
@@ -185,7 +185,7 @@ class TestBackward:
         assert touched(race) == ("aten::mm", "reads", 0, 6, "output")
         assert race.access.node == "MmBackward0"
 
-    def test_a_hook_is_named_by_its_own_line(self, world_of):
+    def test_race_in_a_hook_names_the_hooks_line(self, world_of):
         flat = [torch.zeros(8) for _ in range(2)]
 
         def hook(param):
@@ -200,7 +200,7 @@ class TestBackward:
         race = race_of(world_of(2), program, on=hook)
         assert touched(race) == ("aten::add_", "writes", 4, 6, "output")
 
-    def test_collectives_issued_in_hooks_are_watched_outside_of_them(self, world_of):
+    def test_collective_issued_in_a_hook_is_watched_after_the_hook(self, world_of):
         works = [[], []]
 
         def hook(param):
@@ -218,10 +218,10 @@ class TestBackward:
         assert touched(race_of(world_of(2), program))[1:] == ("reads", 0, 6, "output")
 
 
-class TestWhatIsLent:
-    """Each collective lends what NCCL would read and write, no more and no less."""
+class TestBuffersInFlight:
+    """Each collective has exactly those bytes in flight that NCCL would read and write."""
 
-    def test_an_in_place_gather_only_reads_the_own_chunk(self, world_of):
+    def test_in_place_gather_only_reads_its_own_chunk(self, world_of):
         def program(rank):
             x = torch.zeros(6)
             mine = x[2 * rank : 2 * rank + 2]
@@ -234,7 +234,7 @@ class TestWhatIsLent:
         race = race_of(world_of(3), program)
         assert touched(race) == ("aten::add_", "writes", 0, 2, "input")
 
-    def test_elements_count_in_the_whole_tensor_of_an_in_place_gather(self, world_of):
+    def test_elements_of_an_in_place_gather_are_numbered_in_its_output(self, world_of):
         def program(rank):
             x = torch.zeros(6)
             dist.all_gather_single(x, x[2 * rank : 2 * rank + 2], async_op=True)
@@ -246,7 +246,7 @@ class TestWhatIsLent:
         assert touched(race)[1:] == ("reads", 5, 6, "output")
         assert "shape (6,)" in str(race)
 
-    def test_sending_and_receiving(self, world_of):
+    def test_send_input_may_be_read_but_recv_output_not_written(self, world_of):
         def program(rank):
             x = torch.ones(4)
             if rank == 0:
@@ -262,7 +262,7 @@ class TestWhatIsLent:
         assert touched(race) == ("aten::add_", "writes", 0, 1, "output")
         assert race.buffer.what == "recv from rank 0 in group world"
 
-    def test_lists_of_tensors(self, world_of):
+    def test_list_inputs_may_be_read_but_list_outputs_not_written(self, world_of):
         def program(rank):
             parts = [torch.ones(2), torch.ones(3)]
             outputs = [torch.empty(2 + rank) for _ in range(2)]
@@ -274,7 +274,7 @@ class TestWhatIsLent:
         assert touched(race) == ("aten::copy_", "writes", 0, 1, "output")
 
     @pytest.mark.parametrize("waits", [True, False])
-    def test_a_batch_of_messages_lands_together(self, world_of, waits):
+    def test_batch_of_messages_completes_together(self, world_of, waits):
         def program(rank):
             x, y = torch.ones(2), torch.zeros(2)
             with dist._coalescing_manager(device=x.device, async_ops=True) as manager:
@@ -290,7 +290,7 @@ class TestWhatIsLent:
         else:
             assert touched(race_of(world_of(2), program))[-1] == "input"
 
-    def test_coalesced_collectives_land_together(self, world_of):
+    def test_coalesced_collectives_complete_together(self, world_of):
         def program(rank):
             a, b = torch.ones(2), torch.ones(3)
             with dist._coalescing_manager(async_ops=True) as manager:
@@ -305,9 +305,9 @@ class TestWhatIsLent:
 
 
 class TestClean:
-    """What a correct program does is no race."""
+    """Accesses of correct programs are no races."""
 
-    def test_reading_an_input(self, world_of):
+    def test_reading_an_input_is_clean(self, world_of):
         def program(rank):
             x, work = scatter_in_flight(rank)
             total = x.sum().item()
@@ -316,7 +316,7 @@ class TestClean:
 
         assert world_of(2).run(program) == [28.0] * 2
 
-    def test_views_and_metadata(self, world_of):
+    def test_views_and_metadata_are_clean(self, world_of):
         def program(rank):
             x, work = gather_in_flight(rank)
             views = [x.view(2, 4).t(), x[3:], x.as_strided((2,), (3,)), x.detach(), x.unsqueeze(0)]
@@ -336,7 +336,7 @@ class TestClean:
 
         world_of(2).run(program)
 
-    def test_views_and_metadata_in_inference_mode(self, world_of):
+    def test_views_and_metadata_in_inference_mode_are_clean(self, world_of):
         def program(rank):
             x, work = gather_in_flight(rank)
             with torch.inference_mode():
@@ -347,7 +347,7 @@ class TestClean:
 
         world_of(2).run(program)
 
-    def test_after_waiting(self, world_of):
+    def test_access_after_waiting_is_clean(self, world_of):
         def program(rank):
             x, work = gather_in_flight(rank)
             work.wait()
@@ -361,7 +361,7 @@ class TestClean:
         assert world_of(2).run(program) == [[2.0] * 8] * 2
 
     @pytest.mark.parametrize("column", [0, 1, 2])
-    def test_interleaved_columns(self, world_of, column):
+    def test_interleaved_columns_are_told_apart(self, world_of, column):
         def program(rank):
             table = torch.zeros(4, 6)
             dist.all_reduce(table[:, 2:4], async_op=True)
@@ -374,7 +374,7 @@ class TestClean:
         else:
             world_of(2).run(program)
 
-    def test_reading_an_input_beside_an_output(self, world_of):
+    def test_reading_an_input_next_to_an_output_is_clean(self, world_of):
         def program(rank):
             table = torch.zeros(4, 2)
             sent = dist.isend(table[:, 0], dst=1 - rank)
@@ -385,8 +385,8 @@ class TestClean:
 
         world_of(2).run(program)
 
-    def test_handing_memory_in_flight_to_another_operation(self, world_of):
-        # Operations of one group follow each other on a device, so that this can be right.
+    def test_second_operation_on_memory_in_flight_is_clean(self, world_of):
+        # Operations of one group run in order on a device, so this can be correct.
         def program(rank):
             x, total = torch.ones(2), torch.zeros(2)
             works = [dist.all_reduce(x, async_op=True), dist.all_reduce(x, async_op=True)]
@@ -397,7 +397,7 @@ class TestClean:
 
         assert world_of(2).run(program) == [[4.0, 4.0]] * 2
 
-    def test_a_pipeline_over_slices_of_a_flat_buffer(self, world_of):
+    def test_pipeline_over_slices_of_a_flat_buffer_is_clean(self, world_of):
         def program(rank, *, late=False):
             flat, works = torch.zeros(12), []
             for start in range(0, 12, 3):
@@ -425,7 +425,7 @@ class TestClean:
 
         assert world_of(2).run(program) == [[2.0, 2.0]] * 2
 
-    def test_tensor_classes_of_their_own(self, world_of):
+    def test_accesses_through_dtensor_are_detected(self, world_of):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -443,7 +443,7 @@ class TestClean:
 
 
 class Count(TorchDispatchMode):
-    """A mode of the program's own."""
+    """Dispatch mode of the program."""
 
     seen = 0
 
@@ -453,15 +453,15 @@ class Count(TorchDispatchMode):
 
 
 def modes():
-    """The modes on the stack of this thread, by class, the lowest first."""
+    """Class names of this thread's mode stack, from bottom to top."""
     count = torch._C._len_torch_dispatch_stack()
     return [type(torch._C._get_dispatch_stack_at(i)).__name__ for i in range(count)]
 
 
-class TestOnlyWhileItMatters:
-    """The detector is on the stack of modes while something is in flight, and in backward."""
+class TestModeStack:
+    """The detector is on the mode stack only while memory is in flight, and in backward."""
 
-    def test_from_the_issue_to_the_wait(self, world_of):
+    def test_detector_is_active_from_issue_to_wait(self, world_of):
         def program(rank):
             before = modes()
             _, work = gather_in_flight(rank)
@@ -475,7 +475,7 @@ class TestOnlyWhileItMatters:
 
         assert world_of(2).run(program) == [([], ["RaceDetector"], [])] * 2
 
-    def test_what_a_hook_lends_is_watched_in_the_same_backward(self, world_of):
+    def test_collective_issued_in_a_hook_is_watched_in_the_same_backward(self, world_of):
         lent = [torch.zeros(2) for _ in range(2)]
         works = [None, None]
 
@@ -496,7 +496,7 @@ class TestOnlyWhileItMatters:
         race = race_of(world_of(2), program, on=second)
         assert touched(race) == ("aten::add_", "writes", 0, 2, "output")
 
-    def test_after_a_backward_in_which_all_landed(self, world_of):
+    def test_detector_is_inactive_after_a_backward_with_all_calls_complete(self, world_of):
         def hook(param):
             dist.all_reduce(param.grad, async_op=True).wait()
 
@@ -508,7 +508,7 @@ class TestOnlyWhileItMatters:
 
         assert world_of(2).run(program) == [([], [2.0, 2.0])] * 2
 
-    def test_a_backward_in_a_hook_of_another(self, world_of):
+    def test_detector_stays_active_in_a_nested_backward(self, world_of):
         seen = []
 
         def hook(grad):
@@ -526,7 +526,7 @@ class TestOnlyWhileItMatters:
         assert seen == [["RaceDetector"]]
 
     @pytest.mark.parametrize("waits_inside", [True, False])
-    def test_below_modes_that_were_there_before(self, world_of, waits_inside):
+    def test_detector_is_placed_below_existing_modes(self, world_of, waits_inside):
         def program(rank):
             with Count():
                 _, work = gather_in_flight(rank)
@@ -543,7 +543,7 @@ class TestOnlyWhileItMatters:
         expected = (["RaceDetector", "Count"], ["RaceDetector"], [])
         assert world_of(2).run(program) == [expected] * 2
 
-    def test_what_is_lent_while_unwatched_is_watched_afterwards(self, world_of):
+    def test_call_issued_while_unwatched_is_watched_afterwards(self, world_of):
         def program(rank):
             with unwatched():
                 x, _ = gather_in_flight(rank)
@@ -552,7 +552,7 @@ class TestOnlyWhileItMatters:
 
         race_of(world_of(2), program)
 
-    def test_torch_has_its_own_engine_back(self, world_of):
+    def test_torchs_engine_is_restored(self, world_of):
         from torch.autograd import Variable
 
         before = Variable._execution_engine
@@ -562,10 +562,10 @@ class TestOnlyWhileItMatters:
         assert type(before).__name__ != "_Engine"
 
 
-class TestTheWorld:
-    """A race ends the run; nothing of it is left afterwards."""
+class TestWorld:
+    """A race ends the run and leaves no trace in later runs."""
 
-    def test_it_tells_both_sides(self, world_of):
+    def test_race_message_names_both_sides(self, world_of):
         def program(rank):
             x, _ = gather_in_flight(rank)
             x.mul_(2)  # race
@@ -580,7 +580,7 @@ class TestTheWorld:
         assert "shape (8,), torch.float32" in text
         assert "Call wait()" in text
 
-    def test_the_next_program_finds_nothing_in_flight(self, world_of):
+    def test_next_program_starts_with_nothing_in_flight(self, world_of):
         x = torch.zeros(8)
 
         def leave(rank):
@@ -596,7 +596,7 @@ class TestTheWorld:
         world.run(use)
         assert all(not len(buffers) for buffers in world.in_flight)
 
-    def test_without_detection_nothing_is_noted(self, world_of):
+    def test_nothing_is_recorded_without_detection(self, world_of):
         def program(rank):
             x, _ = gather_in_flight(rank)
             x.sum()
@@ -605,7 +605,7 @@ class TestTheWorld:
         world = world_of(2, races=False)
         assert world.run(program) == [0, 0]
 
-    def test_only_the_own_flights_count(self, world_of):
+    def test_memory_in_flight_on_another_rank_does_not_count(self, world_of):
         shared = torch.zeros(2)
 
         def program(rank):
@@ -618,7 +618,7 @@ class TestTheWorld:
 
         world_of(2).run(program)
 
-    def test_observers_are_charged_nothing(self, world_of):
+    def test_unwatched_accesses_are_no_races(self, world_of):
         def program(rank):
             x, work = gather_in_flight(rank)
             with unwatched():
@@ -633,7 +633,7 @@ class TestTheWorld:
         with unwatched():
             pass
 
-    def test_a_mode_of_the_programs_own_above_it(self, world_of):
+    def test_race_is_detected_below_a_mode_of_the_program(self, world_of):
         def program(rank):
             x, _ = gather_in_flight(rank)
             with Count() as mode:
@@ -644,7 +644,7 @@ class TestTheWorld:
 
         race_of(world_of(2), program, on=Count)
 
-    def test_a_rank_that_is_unwound_leaves_no_mode_behind(self, world_of):
+    def test_unwound_rank_leaves_no_mode(self, world_of):
         def program(rank):
             if rank:
                 dist.barrier()

@@ -1,4 +1,4 @@
-"""Late reading and writing: wrong programs are caught or differ, right ones keep their bits."""
+"""Late reads and writes: wrong programs are caught or change results; correct ones do not."""
 
 import functools
 
@@ -14,7 +14,7 @@ SEEDS = range(12)
 
 @pytest.fixture
 def world_of(world_of):
-    """Worlds that name only races: these programs also leave calls open, or use strided tensors."""
+    """Worlds that are not strict: these programs also leave calls open or use strides."""
     return functools.partial(world_of, strict=False)
 
 
@@ -25,9 +25,9 @@ def race(world, program):
 
 
 class TestWrongPrograms:
-    """Each passes eagerly, and is caught or comes out otherwise under the others."""
+    """Programs that pass under eager timing, and fail or give other results under the others."""
 
-    def test_a_result_read_before_the_wait_is_poison(self, world_of):
+    def test_result_read_before_the_wait_is_poison(self, world_of):
         def program(rank):
             x = torch.ones(3)
             work = dist.all_reduce(x, async_op=True)
@@ -57,7 +57,7 @@ class TestWrongPrograms:
 
     @pytest.mark.parametrize("timing", LATE)
     @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "broadcast", "send"])
-    def test_an_input_refilled_in_flight(self, world_of, timing, kind):
+    def test_input_refilled_in_flight_is_a_race(self, world_of, timing, kind):
         def program(rank):
             x = torch.arange(4.0)
             if kind == "all_gather":
@@ -83,7 +83,7 @@ class TestWrongPrograms:
             assert "test_timing.py:" in failure.memory.site
 
     @pytest.mark.parametrize("timing", LATE)
-    def test_a_gather_issued_before_the_update_is_written(self, world_of, timing):
+    def test_gather_issued_before_the_update_is_a_race(self, world_of, timing):
         def program(rank):
             flat = torch.zeros(4)
             mine = flat[2 * rank : 2 * rank + 2]
@@ -92,14 +92,14 @@ class TestWrongPrograms:
             work.wait()
             return flat
 
-        # Eagerly, what is gathered depends on who came last.
+        # Under eager timing the gathered values depend on the last rank to call.
         assert world_of(2).run(program)[0].tolist() == [1, 1, 0, 0]
         for seed in SEEDS:
             failure = race(world_of(2, timing=timing, seed=seed), program)
             assert failure.memory.operation == "all_gather #0 of group world"
 
     @pytest.mark.parametrize("timing", LATE)
-    def test_an_output_zeroed_in_flight(self, world_of, timing):
+    def test_output_zeroed_in_flight_is_a_race(self, world_of, timing):
         def program(rank):
             out = torch.empty(4)
             work = dist.all_gather_single(out, torch.ones(2), async_op=True)
@@ -115,7 +115,7 @@ class TestWrongPrograms:
     @pytest.mark.parametrize("timing", LATE)
     @pytest.mark.parametrize("which", ["input", "output"])
     @pytest.mark.parametrize("later_bytes", [0, 4096])
-    def test_a_storage_resized_in_flight(self, world_of, timing, which, later_bytes):
+    def test_storage_resized_in_flight_is_a_race(self, world_of, timing, which, later_bytes):
         def program(rank):
             mine, out = torch.ones(2), torch.empty(4)
             work = dist.all_gather_single(out, mine, async_op=True)
@@ -126,7 +126,7 @@ class TestWrongPrograms:
             failure = race(world_of(2, timing=timing, seed=seed), program)
             assert f"storage of the {which} of all_gather #0" in str(failure)
 
-    def test_a_wait_on_a_later_operation_promises_nothing(self, world_of):
+    def test_wait_on_a_later_operation_does_not_complete_an_earlier_one(self, world_of):
         def program(rank):
             first, second = torch.ones(1), torch.ones(1)
             dist.all_reduce(first, async_op=True)
@@ -139,7 +139,7 @@ class TestWrongPrograms:
             assert second == 2.0
 
     @pytest.mark.parametrize("timing", LATE)
-    def test_memory_lent_twice(self, world_of, timing):
+    def test_memory_in_flight_twice_is_a_race(self, world_of, timing):
         def program(rank):
             x = torch.ones(4)
             first = dist.all_reduce(x, async_op=True)
@@ -150,7 +150,7 @@ class TestWrongPrograms:
         failure = race(world_of(2, timing=timing), program)
         assert "issued on memory that all_reduce #0 of group world has in flight" in str(failure)
 
-    def test_a_value_put_back_is_seen_by_a_late_read(self, world_of):
+    def test_restored_value_is_caught_under_some_seeds(self, world_of):
         def program(rank):
             x = torch.ones(2)
             work = dist.all_gather_single(torch.empty(4), x, async_op=True)
@@ -170,7 +170,7 @@ class TestWrongPrograms:
 
 
 class TestPoison:
-    """What is poisoned, in which dtype, is what the operation writes."""
+    """Poison covers exactly the elements that the operation writes, in every dtype."""
 
     @pytest.mark.parametrize(
         "dtype",
@@ -186,7 +186,7 @@ class TestPoison:
             torch.complex64,
         ],
     )
-    def test_a_floating_point_output_in_flight_is_nan(self, world_of, dtype):
+    def test_floating_point_output_in_flight_is_nan(self, world_of, dtype):
         def program(rank):
             out = torch.zeros(4).to(dtype)
             work = dist.all_gather_single(out, torch.ones(2).to(dtype), async_op=True)
@@ -199,7 +199,7 @@ class TestPoison:
             assert seen.to(wide).isnan().all()
             assert (out.to(wide) == 1).all()
 
-    def test_integers_are_a5_and_a_bool_stays_a_bool(self, world_of):
+    def test_integer_poison_is_a5_and_bool_poison_is_a_valid_bool(self, world_of):
         def program(rank):
             numbers, flags = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.bool)
             works = [
@@ -217,7 +217,7 @@ class TestPoison:
             assert numbers == [0, 0]
             assert flags == [False, False]
 
-    def test_only_what_is_written_is_poisoned(self, world_of):
+    def test_only_written_elements_are_poisoned(self, world_of):
         def poisoned(issue, *tensors):
             work = issue()
             seen = [tensor.isnan().tolist() for tensor in tensors]
@@ -261,7 +261,7 @@ class TestPoison:
 
 
 def overlapped(rank):
-    """Several operations in flight at once, waited for in every way, and left alone meanwhile."""
+    """Run several operations at once, wait for them in every way, and touch no memory early."""
     size = dist.get_world_size()
     grads = torch.arange(4.0 * size) * (rank + 1)
     params = torch.zeros(2 * size).bfloat16()
@@ -295,12 +295,12 @@ def overlapped(rank):
     return torch.cat([shard, params.float(), out, *pair, pending, future.float(), *lists])
 
 
-class TestRightPrograms:
-    """The bits do not depend on timing, schedule or seed."""
+class TestCorrectPrograms:
+    """Results do not depend on timing, schedule or seed."""
 
     @pytest.mark.parametrize("order", ["linear", "ring", "tree"])
     @pytest.mark.parametrize("size", [1, 2, 3])
-    def test_an_overlapped_program_keeps_its_bits(self, world_of, size, order):
+    def test_overlapped_program_gives_equal_bits(self, world_of, size, order):
         expected = None
         for timing in ("eager", *LATE):
             for schedule in ("round-robin", "random", "pct"):
@@ -318,11 +318,11 @@ class TestRightPrograms:
                     assert not any(world.in_flight)
 
     @pytest.mark.parametrize("timing", LATE)
-    def test_polling_ranks_do_not_starve_what_a_third_waits_for(self, world_of, timing):
+    def test_polling_ranks_do_not_starve_a_third_rank(self, world_of, timing):
         def program(rank):
             x, y = torch.ones(1), torch.ones(1)
             if rank == 2:
-                dist.recv(y, src=0)  # Only then does it come to the all-reduce.
+                dist.recv(y, src=0)  # Rank 2 joins the all-reduce only after this.
             elif rank == 0:
                 sent = dist.isend(torch.tensor([5.0]), 2)
             work = dist.all_reduce(x, async_op=True)
@@ -337,7 +337,7 @@ class TestRightPrograms:
                 world = world_of(3, timing=timing, schedule=schedule, seed=seed)
                 assert world.run(program) == [(3.0, 1.0), (3.0, 1.0), (3.0, 5.0)]
 
-    def test_hostile_polls_say_no_a_bounded_number_of_times(self, world_of):
+    def test_hostile_polls_fail_a_bounded_number_of_times(self, world_of):
         def program(rank):
             x = torch.ones(1)
             work = dist.all_reduce(x, async_op=True)
@@ -357,7 +357,7 @@ class TestRightPrograms:
         assert max(refusals for refusals, _ in seen) < 10
 
     @pytest.mark.parametrize("timing", LATE)
-    def test_memory_of_inference_mode(self, world_of, timing):
+    def test_inference_mode_memory_is_reduced(self, world_of, timing):
         def program(rank):
             with torch.inference_mode(rank == 0):
                 x = torch.ones(2)
@@ -367,7 +367,7 @@ class TestRightPrograms:
         assert world_of(2, timing=timing).run(program) == [[2.0, 2.0]] * 2
 
     @pytest.mark.parametrize("timing", LATE)
-    def test_an_error_in_an_operation_is_a_rank_failure(self, world_of, timing):
+    def test_error_in_an_operation_is_a_rank_failure(self, world_of, timing):
         def program(rank):
             dist.all_reduce(torch.ones(1), op=dist.ReduceOp.BAND)
 
@@ -379,9 +379,9 @@ class TestRightPrograms:
 
 
 class TestFlights:
-    """What is lent is known while it is, and afterwards where nobody waited."""
+    """Buffers in flight are listed during a call, and after the run if it was never waited for."""
 
-    def test_what_is_in_flight_and_when_it_lands(self, world_of):
+    def test_buffers_are_in_flight_until_the_wait(self, world_of):
         world = world_of(2, timing="lazy")
 
         def roles(rank):
@@ -397,7 +397,7 @@ class TestFlights:
         assert world.run(program) == [([("input", 3), ("output", 3)], [])] * 2
 
     @pytest.mark.parametrize("timing", ["eager", *LATE])
-    def test_what_never_landed_is_told_after_the_run(self, world_of, timing):
+    def test_buffers_of_incomplete_calls_are_listed_after_the_run(self, world_of, timing):
         def program(rank):
             dist.all_reduce(torch.ones(1), async_op=True)
             if rank == 0:
@@ -420,7 +420,7 @@ class TestFlights:
         assert not any(world.in_flight)
 
     @pytest.mark.parametrize("timing", LATE)
-    def test_what_nobody_waits_for_is_performed_at_the_end(self, world_of, timing):
+    def test_unwaited_operation_is_performed_at_the_end(self, world_of, timing):
         def program(rank, *, refill):
             x = torch.ones(2)
             dist.all_gather_single(torch.empty(4), x, async_op=True)
@@ -434,7 +434,7 @@ class TestFlights:
         failure = race(world_of(2, timing="lazy"), lambda rank: program(rank, refill=rank == 1))
         assert failure.rank == 1
 
-    def test_an_operation_that_lacks_a_member_does_not_hang_the_end(self, world_of):
+    def test_operation_that_lacks_a_rank_does_not_hang_the_end(self, world_of):
         def program(rank):
             if rank:
                 dist.all_reduce(torch.ones(1), async_op=True)
@@ -447,14 +447,14 @@ class TestFlights:
 
 
 class TestMoments:
-    """The log tells when each side of an operation was at which point."""
+    """The log records when each side of an operation reached which point."""
 
     def program(self, rank):
         x = torch.ones(1)
         work = dist.all_reduce(x, async_op=True)
         work.wait()
 
-    def test_eager_notes_only_issue_wait_and_land(self, world_of):
+    def test_eager_timing_logs_only_issue_wait_and_land(self, world_of):
         world = world_of(2)
         world.run(self.program)
         for rank in range(2):
@@ -462,7 +462,7 @@ class TestMoments:
             assert [moment.what for moment in of_rank] == ["issue", "wait", "land"]
             assert {world.log.collectives[moment.record].rank for moment in of_rank} == {rank}
 
-    def test_lazy_reads_after_the_wait_began(self, world_of):
+    def test_lazy_timing_reads_after_the_wait_began(self, world_of):
         world = world_of(2, timing="lazy")
         world.run(self.program)
         for rank in range(2):
@@ -471,7 +471,7 @@ class TestMoments:
         ticks = [moment.tick for moment in world.log.moments]
         assert ticks == sorted(ticks)
 
-    def test_hostile_moments_differ_by_seed_and_enter_the_digest(self, world_of):
+    def test_hostile_moments_depend_on_the_seed_and_enter_the_digest(self, world_of):
         def moments(seed):
             world = world_of(2, timing="hostile", seed=seed)
             world.run(self.program)

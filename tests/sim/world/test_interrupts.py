@@ -1,4 +1,4 @@
-"""A world that is interrupted while a rank of it sleeps."""
+"""Interrupts of a world while one of its ranks sleeps."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from zero_sim.sim.world.run import Run
 
 
 class Interrupted(threading.Event):
-    """That all ranks have ended; who waits for it is interrupted a number of times."""
+    """Event for the end of all ranks; the waiting thread is interrupted a number of times."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
         self.times = times
         self.asleep = threading.Event()
-        """Set by a rank once it is where it is to be interrupted."""
+        """Set by a rank once it has reached the point of the interrupt."""
 
     def wait(self, timeout: float | None = None) -> bool:
         if self.times:
@@ -29,8 +29,8 @@ class Interrupted(threading.Event):
         return super().wait(timeout)
 
 
-def test_a_second_interrupt_leaves_the_ranks_to_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank that slept unwinds, and so do those that waited for it, whenever it wakes up."""
+def test_second_interrupt_does_not_wait_for_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sleeping rank, and ranks that wait for it, unwind whenever it wakes up."""
     ended, wake = Interrupted(times=2), threading.Event()
     raised: list[object] = []
     new_run = World._new_run
@@ -64,8 +64,8 @@ def test_a_second_interrupt_leaves_the_ranks_to_themselves(monkeypatch: pytest.M
         world.run(program)
 
 
-def test_who_waits_for_the_ranks_waits_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal that comes just before a wait is handled after it, so no wait may be long."""
+def test_wait_for_ranks_is_split_into_short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal just before a wait is handled only after it, so no wait may be long."""
     waits: list[float] = []
 
     def wait(event: threading.Event, seconds: float) -> bool:

@@ -1,4 +1,4 @@
-"""Meshes of several ranks and of several programs stay apart in torch's caches."""
+"""Meshes of several ranks and programs stay apart in torch's caches."""
 
 import copy
 import io
@@ -14,7 +14,7 @@ from torch.distributed.tensor._redistribute import _gen_transform_infos
 
 @pytest.fixture(autouse=True)
 def _no_advice():
-    """torch advises every rank to flatten its mesh."""
+    """Silence torch's advice to flatten the mesh, which it gives on every rank."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -24,7 +24,7 @@ def _no_advice():
 
 @pytest.mark.parametrize("timing", ["eager", "lazy", "hostile"])
 @pytest.mark.parametrize("elems", [5, 3, 1, 0])
-def test_uneven_shards_over_two_mesh_dims_come_back_whole(world_of, elems, timing):
+def test_uneven_shards_over_two_mesh_dims_are_gathered_in_full(world_of, elems, timing):
     whole = torch.arange(float(elems))
 
     def program(rank):
@@ -35,7 +35,7 @@ def test_uneven_shards_over_two_mesh_dims_come_back_whole(world_of, elems, timin
         assert torch.equal(got, whole)
 
 
-def test_a_program_uses_no_group_of_the_one_before(world_of):
+def test_program_uses_no_group_of_an_earlier_program(world_of):
     def program(rank):
         mesh = init_device_mesh("cpu", (2, 2))
         doubled = distribute_tensor(torch.arange(8.0), mesh, [Shard(0), Shard(0)]) * 2
@@ -62,13 +62,13 @@ def redistribute(rank, shape):
     return whole.to_local().tolist(), seen > 0
 
 
-def test_nothing_is_kept_for_a_program_that_ended(world_of):
+def test_ended_program_leaves_nothing_in_caches(world_of):
     world = world_of(4)
     assert world.run(lambda rank: redistribute(rank, (2, 2))) == [([*range(8)], True)] * 4
     assert kept() == 0
 
 
-def test_what_is_kept_for_the_default_group_is_the_same_in_every_program(world_of):
+def test_cache_for_the_default_group_does_not_grow_by_program(world_of):
     world = world_of(4)
     counts = []
     for _ in range(3):
@@ -80,7 +80,7 @@ def test_what_is_kept_for_the_default_group_is_the_same_in_every_program(world_o
     assert kept() == 0
 
 
-def test_what_is_kept_for_a_default_group_ends_with_it(world_of):
+def test_destroying_a_default_group_clears_its_cache(world_of):
     def program(rank):
         found = redistribute(rank, (2,))
         dist.destroy_process_group()
@@ -92,14 +92,14 @@ def test_what_is_kept_for_a_default_group_ends_with_it(world_of):
         assert kept() == 0
 
 
-def test_a_second_world_has_answers_of_its_own(world_of):
+def test_second_world_has_its_own_cache_entries(world_of):
     one, other = world_of(2), world_of(2, timing="hostile")
     for world in (one, other, one, other):
         assert world.run(lambda rank: redistribute(rank, (2,))) == [([*range(8)], True)] * 2
 
 
 @pytest.mark.parametrize("timing", ["eager", "hostile"])
-def test_a_mesh_that_was_saved_is_the_mesh_of_who_loads_it(world_of, timing):
+def test_loaded_mesh_equals_the_loaders_own_mesh(world_of, timing):
     saved = {}
 
     def save(rank):
@@ -119,7 +119,7 @@ def test_a_mesh_that_was_saved_is_the_mesh_of_who_loads_it(world_of, timing):
     assert world.run(load) == [(True, [1.0, 2.0, 3.0, 4.0])] * 2
 
 
-def test_meshes_of_one_rank_are_equal_as_torch_says(world_of):
+def test_equal_meshes_of_one_rank_compare_equal(world_of):
     def program(rank):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
         again = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))

@@ -1,4 +1,4 @@
-"""Threads, forked processes, profilers and ends of the process, each met with a sentence."""
+"""Threads, forked processes, profilers and process exits: each is refused with a clear message."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ from zero_sim.sim import ContractViolation, RankFailed, World
 
 
 @pytest.mark.parametrize("is_handed_a_group", [False, True])
-def test_a_thread_that_a_rank_starts_is_told_that_it_is_none(world_of, is_handed_a_group):
+def test_collective_from_a_ranks_own_thread_is_refused(world_of, is_handed_a_group):
     def program(rank):
         group = dist.new_group([0, 1]) if is_handed_a_group else None
         asyncio.run(asyncio.to_thread(dist.all_reduce, torch.ones(1), group=group))
@@ -23,7 +23,7 @@ def test_a_thread_that_a_rank_starts_is_told_that_it_is_none(world_of, is_handed
     assert isinstance(failure.value.error, UsageError)
 
 
-def test_a_thread_that_a_rank_starts_sees_its_groups(world_of):
+def test_thread_started_by_a_rank_sees_the_ranks_groups(world_of):
     def look():
         return dist.is_initialized(), dist.get_rank(), dist.get_world_size()
 
@@ -38,7 +38,7 @@ def test_a_thread_that_a_rank_starts_sees_its_groups(world_of):
     assert asyncio.run(asyncio.to_thread(dist.is_initialized)) is False
 
 
-def test_what_a_thread_is_refused_ends_the_world_though_nobody_looks(world_of):
+def test_refusal_in_a_thread_ends_the_world_if_unread(world_of):
     def program(rank):
         if rank == 1:
             with ThreadPoolExecutor(1) as executor:
@@ -49,7 +49,7 @@ def test_what_a_thread_is_refused_ends_the_world_though_nobody_looks(world_of):
     assert world_of(2).run(lambda rank: rank) == [0, 1]
 
 
-def test_a_thread_cannot_make_the_default_group_of_its_rank():
+def test_thread_cannot_create_the_default_group_of_its_rank():
     world = World(2, initialized=False)
 
     def program(rank):
@@ -75,7 +75,7 @@ def test_os_exit_ends_the_world_and_not_the_process(world_of):
 
 @pytest.mark.parametrize("what", ["collective", "wait", "returns"])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_process_ends_with_an_error_when_it_calls_the_world(world_of, what, capfd):
+def test_forked_process_that_calls_the_world_fails(world_of, what, capfd):
     def program(rank):
         work = dist.all_reduce(torch.ones(1), async_op=True)
         status = None
@@ -106,7 +106,7 @@ def test_a_forked_process_ends_with_an_error_when_it_calls_the_world(world_of, w
     ],
     ids=["all_reduce", "broadcast", "isend", "get_rank"],
 )
-def test_a_group_that_another_rank_made_is_refused(world_of, use):
+def test_group_of_another_rank_is_refused(world_of, use):
     kept = {}
 
     def program(rank):

@@ -1,4 +1,4 @@
-"""What torch and Python keep once a process is each rank's own, and nothing outlives a program."""
+"""Process-wide state of torch and Python is private to each rank, and ends with the program."""
 
 import sys
 import types
@@ -19,7 +19,7 @@ from zero_sim.sim.world import process_state
 from zero_sim.sim.world.process_state import Name, ProcessState
 
 
-def test_a_hook_on_all_modules_is_that_of_the_rank_which_registers_it(world_of):
+def test_global_module_hook_is_private_to_its_rank(world_of):
     def program(rank):
         calls = []
         if rank:
@@ -34,7 +34,7 @@ def test_a_hook_on_all_modules_is_that_of_the_rank_which_registers_it(world_of):
     assert not nn.modules.module._global_forward_hooks
 
 
-def test_a_function_of_torch_that_a_rank_replaces_is_its_own(world_of):
+def test_replaced_torch_function_is_private_to_its_rank(world_of):
     original = dist.all_reduce
 
     def program(rank):
@@ -57,7 +57,7 @@ def test_a_function_of_torch_that_a_rank_replaces_is_its_own(world_of):
     assert dist.all_reduce is original
 
 
-def test_a_static_method_that_a_rank_replaces_is_static_again(world_of):
+def test_replaced_static_method_is_restored_as_static(world_of):
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 
     original = vars(RegisterPostBackwardFunction)["backward"]
@@ -84,7 +84,7 @@ def test_a_hook_is_removed_by_its_handle(world_of):
     assert world_of(2).run(program) == [([], 0)] * 2
 
 
-def test_a_hook_of_the_caller_is_every_ranks_and_stays_the_callers(world_of):
+def test_callers_hook_applies_to_every_rank_and_survives(world_of):
     calls = []
     handle = register_module_forward_hook(lambda *_: calls.append(0))
 
@@ -99,7 +99,7 @@ def test_a_hook_of_the_caller_is_every_ranks_and_stays_the_callers(world_of):
     assert not nn.modules.module._global_forward_hooks
 
 
-def test_a_hook_on_all_optimizers_is_that_of_its_rank(world_of):
+def test_global_optimizer_hook_is_private_to_its_rank(world_of):
     def program(rank):
         calls = []
         if rank == 0:
@@ -111,7 +111,7 @@ def test_a_hook_on_all_optimizers_is_that_of_its_rank(world_of):
     assert world_of(2).run(program) == [[0], []]
 
 
-def test_a_default_dtype_is_that_of_its_rank(world_of):
+def test_default_dtype_is_private_to_its_rank(world_of):
     def program(rank):
         if rank:
             torch.set_default_dtype(torch.float64)
@@ -133,7 +133,7 @@ def test_a_default_device_ends_with_the_program(world_of):
         assert world_of(2).run(program) == [("cpu", "meta")] * 2
 
 
-def test_ranks_leave_contexts_of_the_process_in_any_order(world_of):
+def test_ranks_may_exit_process_wide_contexts_in_any_order(world_of):
     def settings():
         return (
             torch.is_anomaly_enabled(),
@@ -162,7 +162,7 @@ def test_ranks_leave_contexts_of_the_process_in_any_order(world_of):
     assert settings() == before
 
 
-def test_a_cached_parametrization_is_computed_anew_by_another_rank(world_of):
+def test_parametrization_cache_is_private_to_its_rank(world_of):
     class Doubled(nn.Module):
         def forward(self, weight):
             return 2 * weight
@@ -201,11 +201,11 @@ def test_each_rank_records_its_own_warnings(world_of):
     assert warnings.showwarning is show
 
 
-def test_a_filter_that_a_rank_adds_is_its_own(world_of):
+def test_warning_filter_is_private_to_its_rank(world_of):
     filters, before = warnings.filters, list(warnings.filters)
 
     def program(rank):
-        # Added to the list that is there, and not to a copy as within catch_warnings.
+        # Added to the existing list, not to a copy as inside catch_warnings.
         warnings.simplefilter("ignore" if rank else "error")
         dist.barrier()
         try:
@@ -221,8 +221,8 @@ def test_a_filter_that_a_rank_adds_is_its_own(world_of):
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 @pytest.mark.parametrize("timing", ["eager", "hostile"])
-def test_torch_counts_the_collectives_of_each_rank(world_of, timing):
-    """CommDebugMode hooks all modules, and sets flags of the process."""
+def test_comm_debug_mode_counts_each_ranks_collectives(world_of, timing):
+    """CommDebugMode hooks all modules and sets process-wide flags."""
     from torch.distributed.tensor import DeviceMesh
     from torch.distributed.tensor.debug import CommDebugMode
     from torch.distributed.tensor.parallel import (
@@ -243,7 +243,7 @@ def test_torch_counts_the_collectives_of_each_rank(world_of, timing):
     assert world_of(2, timing=timing).run(program) == [1, 1]
 
 
-def test_models_are_wrapped_on_all_ranks_at_once(world_of):
+def test_ranks_may_wrap_models_at_the_same_time(world_of):
     from torch.distributed.fsdp.wrap import enable_wrap, wrap
 
     class Box(nn.Module):
@@ -263,7 +263,7 @@ def test_models_are_wrapped_on_all_ranks_at_once(world_of):
 
 @pytest.fixture
 def late_module(monkeypatch):
-    """Names of a module that nobody has imported yet."""
+    """Function that imports a module with registered names for the first time."""
     names = (Name("late_module", "mode", lambda: "none"), Name("late_module", "Kept.by_name", dict))
     monkeypatch.setattr(process_state, "NAMES", names)
     module = types.ModuleType("late_module")
@@ -272,7 +272,7 @@ def late_module(monkeypatch):
     return lambda: monkeypatch.setitem(sys.modules, "late_module", module) or module
 
 
-def test_what_a_rank_sets_in_a_module_that_it_imports_is_its_own(late_module):
+def test_state_of_a_late_imported_module_is_private_to_its_rank(late_module):
     state = ProcessState()
     state.begin(-1)
     state.put_in_place(0, previous=-1)
@@ -294,7 +294,7 @@ def test_what_a_rank_sets_in_a_module_that_it_imports_is_its_own(late_module):
     assert (module.mode, module.Kept.by_name) == ("none", {})
 
 
-def test_ranks_that_changed_a_name_alike_go_on_to_change_it_apart(world_of):
+def test_ranks_that_set_a_name_alike_may_later_set_it_apart(world_of):
     alike, apart = object(), object()
 
     def program(rank):
@@ -312,7 +312,7 @@ def test_ranks_that_changed_a_name_alike_go_on_to_change_it_apart(world_of):
 
 
 class Incomparable:
-    """A value that cannot be compared, as a tensor of several elements."""
+    """Value that cannot be compared, like a tensor of several elements."""
 
     __hash__ = None
 
@@ -320,7 +320,7 @@ class Incomparable:
         raise ValueError("expected no comparison")
 
 
-def test_a_value_that_cannot_be_compared_fails_its_rank_and_hangs_nobody(world_of):
+def test_incomparable_value_fails_its_rank_without_a_hang(world_of):
     original = dist.send
     world = world_of(2)
 
@@ -333,8 +333,8 @@ def test_a_value_that_cannot_be_compared_fails_its_rank_and_hangs_nobody(world_o
     assert world.run(lambda rank: dist.send is original) == [True, True]
 
 
-def test_what_the_caller_changes_between_two_runs_is_every_ranks(world_of):
-    """Also where it is the same object as before, with something else in it."""
+def test_callers_changes_between_runs_apply_to_every_rank(world_of):
+    """This includes changes to the contents of the same object."""
     world = world_of(2)
 
     def program(rank):
@@ -350,7 +350,7 @@ def test_what_the_caller_changes_between_two_runs_is_every_ranks(world_of):
     assert world.run(program) == before
 
 
-def test_what_a_rank_changes_in_place_is_gone_in_the_next_run(world_of):
+def test_in_place_changes_of_a_rank_end_with_the_run(world_of):
     world = world_of(2)
 
     def program(rank):

@@ -1,4 +1,4 @@
-"""Recorded turns are taken again, and where they cannot be, the run goes on and tells."""
+"""Replay of recorded turns; a run that cannot follow them goes on and reports it."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def program(rank):
             dist.recv(x, rank + 1)
 
 
-def test_turns_that_end_early_are_left_there(world_of):
+def test_run_goes_on_after_the_recorded_turns_end(world_of):
     world = world_of(4, schedule="random", seed=3)
     world.run(program)
     turns = world.log.turns
@@ -28,7 +28,7 @@ def test_turns_that_end_early_are_left_there(world_of):
     assert world.log.turns[:5] == turns[:5]
 
 
-def test_a_rank_that_is_not_ready_is_passed_over():
+def test_rank_that_is_not_ready_is_skipped():
     replay = Replay([1, 1, 0], strict=False)
     schedule = replay.fresh()
     for rank in range(3):
@@ -38,9 +38,9 @@ def test_a_rank_that_is_not_ready_is_passed_over():
 
 
 class TestRefusedCalls:
-    """The log has the call that ended the run."""
+    """The log contains the call that ended the run."""
 
-    def test_a_collective(self, world_of):
+    def test_refused_collective_is_logged(self, world_of):
         world = world_of(3)
 
         def mismatched(rank):
@@ -53,7 +53,7 @@ class TestRefusedCalls:
         assert (refused.rank, refused.sequence, refused.elems) == (caught.value.rank, 1, 5)
         assert world.log.refused == len(world.log.collectives) - 1
 
-    def test_a_message(self, world_of):
+    def test_refused_message_is_logged(self, world_of):
         world = world_of(2)
 
         def mismatched(rank):
@@ -67,13 +67,13 @@ class TestRefusedCalls:
         refused = world.log.collectives[world.log.refused]
         assert (refused.kind, refused.elems) == ("recv", 5)
 
-    def test_none_where_all_went_well(self, world_of):
+    def test_successful_run_has_no_refused_call(self, world_of):
         world = world_of(2)
         world.run(lambda rank: dist.barrier())
         assert world.log.refused is None
 
 
-def test_what_a_rank_ends_up_with_is_recorded(world_of):
+def test_output_sizes_are_recorded(world_of):
     world = world_of(2)
 
     def all_kinds(rank):

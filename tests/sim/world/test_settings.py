@@ -1,4 +1,4 @@
-"""Settings of a world that have the wrong type or value, and programs that would not run."""
+"""Settings of a world with a wrong type or value, and programs that would not run."""
 
 import asyncio
 import functools
@@ -21,7 +21,7 @@ def refusal_of(make):
 
 
 @pytest.mark.parametrize("size", ["2", 2.0, True, None, [2]])
-def test_a_size_is_an_integer(size):
+def test_non_integer_world_size_is_refused(size):
     expected = f"expected world_size to be an integer, got {size!r}"
     assert refusal_of(lambda: World(size)) == expected
 
@@ -43,26 +43,26 @@ WRONG = {
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name, values in WRONG.items() for value in values]
 )
-def test_settings_have_types(world_of, name, value):
+def test_setting_of_wrong_type_is_refused(world_of, name, value):
     message = refusal_of(lambda: World(2, **{name: value}))
     assert message.startswith(f"expected {name} to be ")
     assert message.endswith(f", got {value!r}")
-    if value is not None:  # Which stands for what was there before.
+    if value is not None:  # In configure(), None keeps the current setting.
         assert refusal_of(lambda: world_of(2).configure(**{name: value})) == message
 
 
-def test_a_setting_that_no_world_has_is_refused(world_of):
+def test_unknown_setting_is_refused(world_of):
     message = refusal_of(lambda: world_of(2).configure(sed=1))
     assert message.startswith("expected a setting of a world (order, ")
     assert message.endswith("), got 'sed'")
 
 
 @pytest.mark.parametrize("seed", [2**64, -(2**64), 2**64 - 1])
-def test_a_seed_is_one_of_torch_for_every_rank(seed):
+def test_seed_outside_torchs_range_is_refused(seed):
     assert refusal_of(lambda: World(2, seed=seed)).startswith("expected seed between ")
 
 
-def test_numbers_of_numpy_are_taken(world_of):
+def test_numpy_numbers_are_accepted(world_of):
     world = World(np.int64(2), seed=np.int32(3), depth=np.int8(2), stall_seconds=np.float32(9))
     with world:
         settings = (
@@ -88,7 +88,7 @@ def test_numbers_of_numpy_are_taken(world_of):
         ),
     ],
 )
-def test_faults_have_types(fields, said):
+def test_fault_field_of_wrong_type_is_refused(fields, said):
     assert refusal_of(lambda: World(2, faults=[Fault(kind="corrupt", **fields)])) == said
 
 
@@ -112,15 +112,15 @@ UNRUN = [
 
 
 class TestPrograms:
-    """A program that would run nothing is refused, not reported to have passed."""
+    """A program that would run nothing is refused instead of passing."""
 
     @pytest.mark.parametrize(("program", "said"), UNRUN)
-    def test_that_run_nothing_are_refused(self, world_of, program, said):
+    def test_program_that_runs_nothing_is_refused(self, world_of, program, said):
         world = world_of(2)
         assert refusal_of(lambda: world.run(program)).startswith(said)
         assert world.run(lambda rank: rank) == [0, 1]
 
-    def test_one_that_ran_on_no_rank_but_some_is_refused_before_the_deadlock(self, world_of):
+    def test_coroutine_of_one_rank_is_refused_before_the_deadlock(self, world_of):
         def program(rank):
             return dist.barrier() if rank else coroutine(rank)
 
@@ -128,7 +128,7 @@ class TestPrograms:
         with pytest.raises(Deadlock):
             world_of(2).run(lambda rank: dist.barrier() if rank else None)
 
-    def test_others_of_async_code_run(self, world_of):
+    def test_program_that_runs_its_own_event_loop_is_accepted(self, world_of):
         async def value_of(rank):
             return rank
 
@@ -137,8 +137,8 @@ class TestPrograms:
 
         assert world_of(2).run(functools.wraps(value_of)(program)) == [0, 1]
 
-    def test_what_cannot_be_called_is_refused(self, world_of):
+    def test_non_callable_program_is_refused(self, world_of):
         assert refusal_of(lambda: world_of(2).run(3)) == "expected a function of the rank, got 3"
 
-    def test_exploring_refuses_it_too(self):
+    def test_explore_refuses_a_coroutine(self):
         assert refusal_of(lambda: explore(coroutine, 2, runs_max=2)).startswith(ASYNC)

@@ -1,4 +1,4 @@
-"""Futures that torch's C++ waits for are done before it gets them, so that no rank hangs."""
+"""Futures passed to torch's C++ code are complete before it waits for them, so no rank hangs."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ EXACT = {
 
 
 def trained(rank, register):
-    """Params after two steps of DDP, whose buckets hold one layer each."""
+    """Params after three steps of DDP with one layer per bucket."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     ddp = DistributedDataParallel(model, bucket_cap_mb=1e-5)
@@ -72,12 +72,12 @@ def trained(rank, register):
 
 
 class TestCommHooks:
-    """DDP's reducer blocks in C++ on what a hook returns."""
+    """DDP's reducer blocks in C++ on the future that a hook returns."""
 
     @pytest.mark.parametrize("timing", TIMINGS)
     @pytest.mark.parametrize("races", [False, True])
     @pytest.mark.parametrize("name", EXACT)
-    def test_hooks_that_average_train_as_none(self, world_of, timing, races, name):
+    def test_averaging_hooks_train_like_no_hook(self, world_of, timing, races, name):
         expected = world_of(2).run(lambda rank: trained(rank, lambda ddp: None))
         world = world_of(2, timing=timing, races=races, seed=3)
         got = world.run(
@@ -86,7 +86,7 @@ class TestCommHooks:
         assert all(map(torch.equal, got, expected))
 
     @pytest.mark.parametrize("hook", ["fp16", "power_sgd"])
-    def test_hooks_of_torch_have_the_same_bits_under_every_timing(self, world_of, hook):
+    def test_torchs_hooks_give_equal_bits_under_every_timing(self, world_of, hook):
         def register(ddp):
             if hook == "fp16":
                 ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -103,7 +103,7 @@ class TestCommHooks:
             assert all(map(torch.equal, other, first))
 
     @pytest.mark.parametrize("timing", TIMINGS)
-    def test_a_hook_may_let_the_reducer_sum_and_sum_more_itself(self, world_of, timing):
+    def test_hook_may_combine_the_reducers_sum_with_its_own(self, world_of, timing):
         def register(ddp):
             def hook(state, bucket):
                 dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()
@@ -117,7 +117,7 @@ class TestCommHooks:
         assert all(map(torch.equal, got, expected))
 
     @pytest.mark.parametrize("timing", TIMINGS)
-    def test_a_hook_runs_for_a_rank_that_has_joined(self, world_of, timing):
+    def test_hook_runs_on_a_rank_that_has_joined(self, world_of, timing):
         def program(rank):
             model = DistributedDataParallel(nn.Linear(1, 1))
             model.register_comm_hook(None, chain)
@@ -129,7 +129,7 @@ class TestCommHooks:
 
         assert world_of(2, timing=timing, races=True).run(program) == [1.0, 0.5]
 
-    def test_an_error_in_a_hook_is_the_one_raised(self, world_of):
+    def test_error_in_a_hook_is_raised(self, world_of):
         def hook(state, bucket):
             return summed(bucket).then(lambda each: 1 / 0)
 
@@ -151,7 +151,7 @@ class TestCommHooks:
 
 
 def started(x):
-    """A plain future that a callback of a work's future completes."""
+    """Plain future that is completed by a callback of a work's future."""
     future = torch.futures.Future()
     work = dist.all_reduce(x, async_op=True)
     work.get_future().add_done_callback(lambda each: future.set_result(each.value()[0]))
@@ -163,7 +163,7 @@ class TestPlainFutures:
     """A plain future can depend on a work through a callback."""
 
     @pytest.mark.parametrize("races", [False, True])
-    def test_a_wait_for_one_is_a_wait_for_the_work(self, world_of, timing, races):
+    def test_wait_for_a_plain_future_waits_for_the_work(self, world_of, timing, races):
         def program(rank):
             x = torch.ones(2) * (rank + 1)
             started(x).then(lambda each: each.value()).wait()
@@ -173,7 +173,7 @@ class TestPlainFutures:
             world = world_of(2, timing=timing, races=races, seed=seed)
             assert world.run(program) == [[3.0, 3.0]] * 2
 
-    def test_one_is_collected_with_those_of_works(self, world_of, timing):
+    def test_collect_all_mixes_plain_futures_and_works(self, world_of, timing):
         def program(rank):
             second = dist.all_reduce(torch.ones(2), async_op=True).get_future()
             first = started(torch.ones(2))
@@ -181,9 +181,7 @@ class TestPlainFutures:
 
         assert world_of(2, timing=timing).run(program) == [[True, True]] * 2
 
-    def test_one_that_another_callback_completes_may_be_waited_for_in_a_callback(
-        self, world_of, timing
-    ):
+    def test_callback_may_wait_for_a_plain_future(self, world_of, timing):
         def program(rank):
             first = dist.all_reduce(torch.ones(2), async_op=True).get_future()
             first.add_done_callback(lambda each: None)
@@ -194,7 +192,7 @@ class TestPlainFutures:
 
         assert world_of(2, timing=timing).run(program) == [0, 1]
 
-    def test_polling_one_makes_progress_and_is_no_wait(self, world_of, timing):
+    def test_polling_a_plain_future_makes_progress_but_is_no_wait(self, world_of, timing):
         def program(rank, wait):
             x = torch.ones(2)
             future = started(x)
@@ -209,7 +207,7 @@ class TestPlainFutures:
         with pytest.raises(DataRace):
             world.run(lambda rank: program(rank, wait=False))
 
-    def test_a_wait_for_another_one_is_none(self, world_of, timing):
+    def test_wait_for_an_unrelated_future_is_no_wait(self, world_of, timing):
         def program(rank):
             work = dist.all_reduce(torch.ones(2), async_op=True)
             other = torch.futures.Future()
@@ -221,7 +219,7 @@ class TestPlainFutures:
             world_of(2, timing=timing).run(program)
 
 
-def test_torch_gets_its_own_functions_back(monkeypatch):
+def test_uninstall_restores_torchs_functions(monkeypatch):
     monkeypatch.setattr(torch_futures, "_originals", [])
     before = [vars(owner)[name] for owner, name, _ in torch_futures._PLACES]
     torch_futures.install()
@@ -231,7 +229,7 @@ def test_torch_gets_its_own_functions_back(monkeypatch):
     assert [vars(owner)[name] for owner, name, _ in torch_futures._PLACES] == before
 
 
-def test_futures_outside_of_ranks_are_torchs(world_of):
+def test_futures_outside_ranks_are_torchs(world_of):
     world_of(1)
     future = torch.futures.Future()
     assert not future.done()

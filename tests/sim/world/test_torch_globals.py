@@ -1,9 +1,9 @@
-"""Whatever torch keeps once a process is a rank's own, or shown here not to need to be.
+"""Process-wide state of torch is private to a rank, or listed here with a reason to share it.
 
-A version of torch that keeps something new fails this test, which names it. Find out whether what
-is kept depends on the rank: then a line in `zero_sim.sim.world.process_state` moves it with the
-baton; or it is keyed by device meshes and `zero_sim.sim.world.meshes` may have to forget it; or a
-verdict here says why ranks may share it.
+A torch version with new state fails this test, which names it. Find out if the state depends on
+the rank. If so, a line in `zero_sim.sim.world.process_state` moves it with the baton. If it is
+keyed by device meshes, `zero_sim.sim.world.meshes` may have to clear it. Otherwise, add it here
+with the reason why ranks may share it.
 """
 
 import ast
@@ -169,7 +169,7 @@ SINCE_2_14 = {
     "a rank's",
     "torch.distributed:_spmd_types_available": "whether a package is installed",
 }
-"""Names that torch 2.13 has not, and why ranks may share them."""
+"""Names that torch 2.13 lacks, and why ranks may share them."""
 
 NOT_SET_WHERE_IT_IS = {
     "torch.nn.functional:scaled_dot_product_attention",
@@ -179,7 +179,7 @@ NOT_SET_WHERE_IT_IS = {
     "torch.distributed.tensor.experimental._context_parallel._attention:"
     "DTensor._op_dispatcher.sharding_propagator.op_to_schema_info",
 }
-"""Names that move with the baton and are set by another module than their own, or by a call."""
+"""Names that move with the baton and are set by a call or by another module."""
 
 
 @pytest.fixture(scope="module")
@@ -200,12 +200,12 @@ def shared():
 @pytest.fixture(scope="module")
 def by_mesh():
     names = {f"{module}:{path}" for module, path in CACHES}
-    # The object of a class that is reached through DTensor's dispatcher.
+    # ShardingPropagator is reached through DTensor's dispatcher.
     methods = "torch.distributed.tensor._sharding_prop:ShardingPropagator."
     return names | {methods + name.rpartition(".")[2] for name in names if "sharding_prop" in name}
 
 
-def test_all_that_torch_keeps_once_a_process_has_been_reviewed(found, moved, shared, by_mesh):
+def test_all_process_wide_state_of_torch_is_reviewed(found, moved, shared, by_mesh):
     unreviewed = sorted(found.keys() - moved - by_mesh - set(shared) - SINCE_2_14.keys())
     assert not unreviewed, f"new in torch {torch.__version__}: " + ", ".join(
         f"{name} ({found[name]})" for name in unreviewed
@@ -213,7 +213,7 @@ def test_all_that_torch_keeps_once_a_process_has_been_reviewed(found, moved, sha
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="other versions keep less")
-def test_nothing_is_listed_that_is_not_there(found, moved, shared):
+def test_every_listed_name_exists(found, moved, shared):
     functions = {f"{name.module}:{name.path}" for name in REPLACEABLE}
     inside = {name for name in moved if name.startswith("torch.")} - functions
     assert sorted((inside | set(shared)) - found.keys() - NOT_SET_WHERE_IT_IS) == []
@@ -238,7 +238,7 @@ def test_nothing_is_listed_twice(moved, shared):
         ("def f(g):\n  return lru_cache(g)", "f.g", "cache"),
     ],
 )
-def test_the_reader_sees(source, name, how):
+def test_reader_finds_process_wide_state(source, name, how):
     assert torch_globals.state_in(ast.parse(source)) == {name: how}
 
 
@@ -251,5 +251,5 @@ def test_the_reader_sees(source, name, how):
         "def f():\n  x = {}\n  x[1] = 2",
     ],
 )
-def test_the_reader_passes_over_what_is_no_state_of_the_process(source):
+def test_reader_ignores_other_state(source):
     assert torch_globals.state_in(ast.parse(source)) == {}

@@ -20,7 +20,7 @@ TIMINGS = [("eager", 0), ("lazy", 0), *(("hostile", seed) for seed in range(3))]
 
 @pytest.fixture(params=[False, True], ids=["plain", "races"])
 def world_of(world_of, request):
-    """Under the race detector they are clean, and no bit changes."""
+    """Worlds with and without race detector: programs are clean, and no bit changes."""
     return partial(world_of, races=request.param)
 
 
@@ -35,7 +35,7 @@ def batch(rank, step):
 
 
 def plain_loop(size, steps, divide_first):
-    """One device: the ranks' gradients, added in rank order, averaged, then AdamW."""
+    """Train on one device: add the ranks' gradients in rank order, average, then AdamW."""
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False)
     for step in range(steps):
@@ -93,7 +93,7 @@ def test_training_gives_the_bits_of_a_plain_loop(world_of, build, size, timing, 
 
 
 @pytest.mark.parametrize(("timing", "seed"), TIMINGS)
-def test_a_mesh_of_replicas_and_shards(world_of, timing, seed):
+def test_hybrid_shard_mesh_gives_equal_gradients(world_of, timing, seed):
     def program(rank):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
         net = model()
@@ -107,8 +107,8 @@ def test_a_mesh_of_replicas_and_shards(world_of, timing, seed):
 
 
 @pytest.mark.parametrize("timing", ["eager", "lazy", "hostile"])
-def test_a_work_that_torch_drops_need_not_be_waited_for(world_of, timing):
-    """Join tells the others by an all-reduce of zeros that it drops, and nobody can read."""
+def test_work_that_torch_drops_need_not_be_waited_for(world_of, timing):
+    """Join notifies other ranks by an all-reduce of zeros that it drops and no program can read."""
 
     class Shadow(JoinHook):
         def main_hook(self):
@@ -150,8 +150,8 @@ class _Mode(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("mode", [_Mode, lambda: torch.device("cpu")])
-def test_under_a_function_mode_a_work_is_whose_it_was(world_of, mode):
-    """Functions of c10d go through such modes, so that frames of these lie in between."""
+def test_caller_of_a_work_is_found_under_a_function_mode(world_of, mode):
+    """c10d functions go through such modes, so the modes' frames lie in between."""
 
     def joining(rank):
         with mode():
@@ -162,7 +162,7 @@ def test_under_a_function_mode_a_work_is_whose_it_was(world_of, mode):
                     model(torch.ones(1, 1)).sum().backward()
         return model.module.bias.grad.item()
 
-    # The last step of rank 1 alone is divided by two, as if the other had added zeros.
+    # The last step of rank 1 is divided by two, as if the other rank had added zeros.
     assert world_of(2).run(joining) == [1.0, 0.5]
 
     def dropping(rank):

@@ -1,4 +1,4 @@
-"""The world: isolation of ranks, reuse, determinism and bad programs."""
+"""Worlds: isolation of ranks, reuse, determinism and bad programs."""
 
 import random
 import subprocess
@@ -39,11 +39,11 @@ def change_in_flight():
 class TestRanks:
     """A rank sees its own distributed state, random numbers and thread settings."""
 
-    def test_outside_of_ranks_torch_is_as_before(self, world_of):
+    def test_torch_is_unchanged_outside_ranks(self, world_of):
         world_of(2).run(total_of_ranks)
         assert not dist.is_initialized()
 
-    def test_random_numbers_are_a_ranks_own_and_repeat(self, world_of):
+    def test_random_numbers_are_private_to_a_rank_and_repeat(self, world_of):
         def program(rank):
             drawn = []
             for _ in range(2):
@@ -71,7 +71,7 @@ class TestRanks:
         assert random.getstate() == before[1]
         assert np.random.standard_normal() == before[2]
 
-    def test_one_compute_thread_and_gradients_enabled(self, world_of):
+    def test_rank_starts_with_one_thread_and_gradients_enabled(self, world_of):
         def program(rank):
             seen = torch.get_num_threads(), torch.is_grad_enabled()
             torch.set_grad_enabled(False)
@@ -95,7 +95,7 @@ class TestRanks:
         assert threads == 1
         assert torch.equal(seen, program(0)[1])
 
-    def test_device_mesh_and_functional_collectives(self, world_of):
+    def test_device_mesh_and_functional_collectives_work(self, world_of):
         from torch.distributed import _functional_collectives as functional
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -155,7 +155,7 @@ with World(4, schedule=sys.argv[1], timing=sys.argv[2], seed=3) as world:
         assert turns(1) == turns(1)
         assert len({turns(seed) for seed in range(5)}) > 1
 
-    def test_the_log_says_what_was_called_and_where(self, world_of):
+    def test_log_records_calls_and_their_sites(self, world_of):
         world = world_of(2)
         world.run(total_of_ranks)
         record = world.log.of_rank(1)[0]
@@ -166,7 +166,7 @@ with World(4, schedule=sys.argv[1], timing=sys.argv[2], seed=3) as world:
 
 
 class TestBadPrograms:
-    """One clear error that names the culprit, and the world goes on to the next program."""
+    """A bad program gives one clear error that names the rank, and the world stays usable."""
 
     def failing(self, world, program, error):
         with pytest.raises(error) as caught:
@@ -174,7 +174,7 @@ class TestBadPrograms:
         assert world.run(total_of_ranks) == [sum(range(world.world_size))] * world.world_size
         return caught.value
 
-    def test_a_rank_that_raises_is_named_with_its_traceback(self, world_of):
+    def test_raising_rank_is_named_with_its_traceback(self, world_of):
         def program(rank):
             if rank == 1:
                 raise ValueError("my own mistake")
@@ -188,7 +188,7 @@ class TestBadPrograms:
         assert "test_world.py" in failure.traceback_text
         assert failure.__cause__ is failure.error
 
-    def test_a_rank_that_returns_early_is_missing_in_the_table(self, world_of):
+    def test_rank_that_returns_early_is_reported_missing(self, world_of):
         def program(rank):
             if rank != 2:
                 dist.all_reduce(torch.ones(1))
@@ -201,14 +201,14 @@ class TestBadPrograms:
         assert "rank 2: returned" in text
         assert [status.missing for status in failure.statuses] == [(2,), (2,), (), (2,)]
 
-    def test_a_receive_without_a_send(self, world_of):
+    def test_receive_without_a_send_is_a_deadlock(self, world_of):
         def program(rank):
             if rank == 0:
                 dist.recv(torch.empty(1), src=1)
 
         assert "waits in recv from rank 1" in str(self.failing(world_of(2), program, Deadlock))
 
-    def test_polling_for_ever_is_a_deadlock(self, world_of):
+    def test_endless_polling_is_a_deadlock(self, world_of):
         def program(rank):
             if rank == 0:
                 work = dist.all_reduce(torch.ones(1), async_op=True)
@@ -217,7 +217,7 @@ class TestBadPrograms:
 
         assert "rank 0: waits in all_reduce" in str(self.failing(world_of(2), program, Deadlock))
 
-    def test_a_rank_that_never_calls_is_interrupted_and_shown(self, stall_clock):
+    def test_rank_that_never_calls_is_interrupted_and_shown(self, stall_clock):
         def program(rank):
             while rank == 1 and stall_clock.runs_out():
                 pass
@@ -227,14 +227,14 @@ class TestBadPrograms:
             failure = self.failing(world, program, RankStalled)
         assert failure.rank == 1
         assert "while rank == 1" in str(failure)
-        # Nothing of how a rank begins.
+        # No frames of the rank's start.
         head = "It was here:\n  File "
         assert head in str(failure)
         assert str(failure).partition(head)[2].startswith(f'"{__file__}"')
         assert "_run_program" not in str(failure)
 
-    def test_a_rank_that_was_only_woken_has_not_stalled(self, world_of, stall_clock, monkeypatch):
-        """However long a busy machine takes to let its thread run."""
+    def test_rank_that_was_only_woken_has_not_stalled(self, world_of, stall_clock, monkeypatch):
+        """A busy machine may take long to let its thread run."""
         right = Baton._put_in_place
 
         def put_late(baton, owner):
@@ -254,7 +254,7 @@ class TestBadPrograms:
         ],
         ids=["mismatch", "in-flight race", "data race"],
     )
-    def test_a_program_cannot_swallow_it(self, world_of, act, error, settings):
+    def test_program_cannot_swallow_a_violation(self, world_of, act, error, settings):
         def program(rank):
             try:
                 act(rank)
@@ -263,7 +263,7 @@ class TestBadPrograms:
 
         self.failing(world_of(2, **settings), program, error)
 
-    def test_cleaning_up_may_call_collectives(self, world_of):
+    def test_cleanup_may_call_collectives(self, world_of):
         def program(rank):
             try:
                 if rank == 0:
@@ -292,20 +292,20 @@ class TestBadPrograms:
     ],
     ids=str,
 )
-def test_bad_arguments_say_what_was_expected(arguments):
+def test_bad_argument_message_names_the_expected_value(arguments):
     name = list(arguments)[-1]
     with pytest.raises(UsageError, match=f"expected {name} .*got"):
         World(**arguments)
 
 
-def test_a_closed_world_says_so():
+def test_run_in_a_closed_world_is_refused():
     world = World(1)
     world.close()
     with pytest.raises(UsageError, match="closed"):
         world.run(total_of_ranks)
 
 
-def test_the_group_is_the_programs_to_make(world_of):
+def test_program_may_create_the_default_group(world_of):
     def program(rank):
         before = dist.is_initialized()
         dist.init_process_group("gloo")
@@ -323,8 +323,8 @@ def test_the_group_is_the_programs_to_make(world_of):
     assert world.run(lambda rank: dist.is_initialized()) == [True, True]
 
 
-def test_threads_that_cannot_be_started_are_a_problem_of_the_machine(monkeypatch):
-    """Those that could be are ended, and torch is left as it was."""
+def test_failure_to_start_threads_is_an_environment_problem(monkeypatch):
+    """Started threads are ended, and torch is left unchanged."""
     start, started = threading.Thread.start, list[threading.Thread]()
 
     def start_two(thread):

@@ -1,7 +1,7 @@
-"""What torch's own code keeps once a process and changes as it runs, read off its source.
+"""Process-wide state that torch's code changes as it runs, found in its source.
 
-Caches of functions, globals that a function sets or fills, and attributes of classes or modules
-that are set from outside. What a module fills only while it is imported is not among them.
+This covers caches of functions, globals that a function sets or fills, and attributes of classes or
+modules that other code sets. It omits state that a module only fills during its import.
 """
 
 import ast
@@ -32,7 +32,7 @@ FILES = (
     "utils/module_tracker.py",
 )
 OTHER_PROGRAMS = ("rpc", "elastic", "launcher", "examples", "benchmarks", "nn/jit", "_tools")
-"""Of torch.distributed: what starts processes, or is no part of what a rank runs."""
+"""Parts of torch.distributed that start processes or do not run on a rank."""
 
 _CACHES = ("cache", "lru_cache", "cached")
 _CHANGES = [
@@ -54,7 +54,7 @@ _CHANGES = [
 
 
 def changing_state():
-    """Every such name as `module:name`, with how it was found."""
+    """Return every such name as `module:name`, with the way it was found."""
     rooms = [ROOT / room for room in ROOMS]
     paths = [ROOT / file for file in FILES]
     for room in rooms:
@@ -73,12 +73,12 @@ def changing_state():
 
 
 def state_in(tree):
-    """The names that one module keeps, with how each was found."""
+    """Return the names of one module's state, with the way each was found."""
     return _Reader(tree).found
 
 
 def _dotted(node):
-    """`a.b.c` of an expression that is such a name; else empty."""
+    """Return the dotted name `a.b.c` of an expression; empty for other expressions."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -92,7 +92,7 @@ def _last(node):
 
 
 class _Reader(ast.NodeVisitor):
-    """Reads one module."""
+    """Reader of one module."""
 
     def __init__(self, tree):
         self.found = {}
@@ -177,7 +177,7 @@ class _Reader(ast.NodeVisitor):
                 self._note(name, "set")
 
     def _change(self, node):
-        """Note what is filled or emptied by a function."""
+        """Record state that a function fills or empties."""
         name = _dotted(node)
         first, _, rest = name.partition(".")
         if not self._scope or not name:
@@ -191,7 +191,7 @@ class _Reader(ast.NodeVisitor):
 
 
 def _own_attributes(node):
-    """What the methods of a class set on its objects, so that the class's value is only seen."""
+    """Return attributes that methods set on instances, whose class attributes are only defaults."""
     return {
         target.attr
         for inner in ast.walk(node)
