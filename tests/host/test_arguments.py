@@ -1,4 +1,4 @@
-"""Types of arguments, and functions whose call runs nothing of their body."""
+"""Types of arguments, and functions whose call does not run their body."""
 
 import asyncio
 import functools
@@ -22,12 +22,12 @@ from zero_sim.host.arguments import check_kind, is_of_kind, unrun_function, unru
         ("a name or a recipe", ["random", object()], [None]),
     ],
 )
-def test_kinds(kind, right, wrong):
+def test_values_match_their_kind(kind, right, wrong):
     assert all(is_of_kind(value, kind) for value in right)
     assert not any(is_of_kind(value, kind) for value in wrong)
 
 
-def test_a_wrong_kind_is_named_with_its_value():
+def test_wrong_kind_is_named_with_its_value():
     with pytest.raises(UsageError, match="expected seed to be an integer, got 'a'"):
         check_kind("seed", "a", "an integer")
 
@@ -45,7 +45,7 @@ def generator(rank):
 
 
 class Called:
-    """An object whose call is a coroutine."""
+    """Object whose call is a coroutine."""
 
     async def __call__(self, rank):
         return rank
@@ -58,7 +58,7 @@ class Called:
 
 
 class TestUnrun:
-    """Wrapped functions are seen through only where a call of the wrapper is one of theirs."""
+    """A wrapper counts as its wrapped function only if calling it calls that function."""
 
     @pytest.mark.parametrize(
         ("function", "kind"),
@@ -78,7 +78,7 @@ class TestUnrun:
             (functools.wraps(coroutine)(lambda rank: asyncio.run(coroutine(rank))), None),
         ],
     )
-    def test_function(self, function, kind):
+    def test_unrun_function_is_recognized(self, function, kind):
         assert unrun_function(function) == kind
 
     @pytest.mark.parametrize(
@@ -91,5 +91,5 @@ class TestUnrun:
             (lambda rank: iter([rank]), None),
         ],
     )
-    def test_result(self, function, kind):
+    def test_unrun_result_is_recognized(self, function, kind):
         assert unrun_result(function(0)) == kind

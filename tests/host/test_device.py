@@ -1,6 +1,6 @@
-"""A device is there or not, and its cuBLAS workspaces fit or not: said before anything runs.
+"""Checks before a run that a device exists and that its cuBLAS workspaces fit.
 
-What is settled on a device, `tests/device/` holds.
+`tests/device/` covers settings on a real device.
 """
 
 import pytest
@@ -13,7 +13,7 @@ from zero_sim.host.device import check_device, computing_on, workspaces_in_words
 MIB = 1 << 20
 
 
-def test_the_cpu_is_there_and_nothing_is_settled_for_it():
+def test_cpu_needs_no_settings():
     deterministic = torch.are_deterministic_algorithms_enabled()
     assert check_device("cpu") == torch.device("cpu")
     with computing_on("cpu", rank_threads=3) as notes:
@@ -33,13 +33,13 @@ def test_the_cpu_is_there_and_nothing_is_settled_for_it():
         ("", "got ''"),
     ],
 )
-def test_what_is_not_there_is_told(monkeypatch, name, said):
+def test_missing_device_is_refused(monkeypatch, name, said):
     monkeypatch.setattr(device, "_accelerator", lambda: None)
     with pytest.raises(EnvironmentProblem, match=said):
         check_device(name)
 
 
-def test_a_device_with_too_high_an_index_is_told(monkeypatch):
+def test_device_index_out_of_range_is_refused(monkeypatch):
     gpu = torch.device("cuda")
     monkeypatch.setattr(device, "_accelerator", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -48,7 +48,7 @@ def test_a_device_with_too_high_an_index_is_told(monkeypatch):
         check_device("cuda:2")
 
 
-def test_workspaces_are_counted():
+def test_workspaces_are_counted_per_rank_thread():
     told = workspaces_in_words(":4096:8", rank_threads=8, free_bytes=1000 * MIB)
     assert told == (
         "8 rank threads with a cuBLAS workspace of 32 MiB each (CUBLAS_WORKSPACE_CONFIG=:4096:8): "
@@ -56,7 +56,7 @@ def test_workspaces_are_counted():
     )
 
 
-def test_ranks_that_do_not_fit_are_refused_with_the_numbers():
+def test_workspaces_that_do_not_fit_are_refused_with_sizes():
     with pytest.raises(EnvironmentProblem, match=r"3,200 MiB of 1,000 MiB free.*CONFIG=:16:8"):
         workspaces_in_words(":4096:8", rank_threads=100, free_bytes=1000 * MIB)
     with pytest.raises(EnvironmentProblem, match="Try fewer ranks"):
@@ -64,6 +64,6 @@ def test_ranks_that_do_not_fit_are_refused_with_the_numbers():
     assert "12 MiB" in workspaces_in_words(":16:8", rank_threads=100, free_bytes=1000 * MIB)
 
 
-def test_a_workspace_that_is_not_deterministic_is_refused():
+def test_non_deterministic_workspace_is_refused():
     with pytest.raises(EnvironmentProblem, match=r"to be :4096:8 or :16:8, .* got ':0:0'"):
         workspaces_in_words(":0:0", rank_threads=1, free_bytes=MIB)

@@ -1,4 +1,4 @@
-"""torch's compiler is not imported until something compiles, and then it is the real one."""
+"""torch's compiler is not imported until it is needed, and is then the real one."""
 
 import subprocess
 import sys
@@ -39,7 +39,7 @@ def _runs(code):
     ],
     ids=["a module", "from a module", "compile", "a setting", "rules"],
 )
-def test_what_is_asked_beyond_a_step_gets_the_real_compiler(asked):
+def test_first_use_of_the_compiler_imports_it(asked):
     _runs(
         f"{_STEPPED}\n{asked}\n"
         "assert sys.modules['torch._dynamo'] is torch._dynamo\n"
@@ -49,7 +49,7 @@ def test_what_is_asked_beyond_a_step_gets_the_real_compiler(asked):
     )
 
 
-def test_what_was_wrapped_before_is_kept_from_being_compiled_after():
+def test_function_disabled_before_import_stays_uncompiled():
     _runs(
         f"{_STEPPED}\n"
         "marked = torch._dynamo.disable(lambda x: torch.compiler.is_compiling())\n"
@@ -59,14 +59,14 @@ def test_what_was_wrapped_before_is_kept_from_being_compiled_after():
     )
 
 
-def test_a_compiler_that_is_there_stays():
+def test_imported_compiler_is_kept():
     _runs(
         "import torch._dynamo\nfrom zero_sim.host.dynamo import defer_dynamo\n"
         "there = torch._dynamo\ndefer_dynamo()\nassert torch._dynamo is there"
     )
 
 
-def test_a_case_of_the_projects_own_system_needs_no_compiler_sharding_of_torch_nor_algebra():
+def test_default_case_imports_no_compiler_fsdp_dtensor_or_sympy():
     _runs(
         "import sys\n"
         "from zero_sim import run_case\n"

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files are written completely or not at all."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ from zero_sim.host.files import folder_whole, unwritten, write_whole
 
 @contextmanager
 def no_room():
-    """Files of this process may have four bytes; Python ignores the signal that says so."""
+    """Limit files of this process to four bytes; Python ignores the limit's signal."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4, before[1]))
     try:
@@ -25,7 +25,7 @@ def no_room():
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_without_room_what_was_there_stays(tmp_path):
+def test_full_disk_keeps_the_old_file(tmp_path):
     path = tmp_path / "page"
     write_whole(path, b"old")
     with no_room(), pytest.raises(OSError, match="File too large"):
@@ -34,19 +34,19 @@ def test_without_room_what_was_there_stays(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_folders_are_made(tmp_path):
+def test_missing_folders_are_created(tmp_path):
     write_whole(tmp_path / "a" / "b", b"x")
     assert (tmp_path / "a" / "b").read_bytes() == b"x"
 
 
-def test_a_link_is_followed(tmp_path):
+def test_symlink_is_followed(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "real")
     write_whole(tmp_path / "link", b"x")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "real").read_bytes() == b"x"
 
 
-def test_what_is_no_regular_file_is_written_to(tmp_path):
+def test_special_file_is_written_in_place(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -56,14 +56,14 @@ def test_what_is_no_regular_file_is_written_to(tmp_path):
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
-def test_a_pipe_that_nobody_reads_is_not_waited_for(tmp_path):
+def test_pipe_without_a_reader_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="a pipe without a reader"):
         write_whole(tmp_path / "pipe", b"x")
 
 
-def test_more_than_a_pipe_holds_is_written():
-    """Its reader is waited for, as it has to be; as `--output /dev/stdout` it has no path."""
+def test_data_larger_than_a_pipe_is_written():
+    """The write must wait for the reader. Like `--output /dev/stdout`, this pipe has no path."""
     data = bytes(300_000)
     reader, writer = os.pipe()
 
@@ -81,7 +81,7 @@ def test_more_than_a_pipe_holds_is_written():
     os.close(writer)
 
 
-def test_a_file_keeps_who_may_read_it(tmp_path):
+def test_overwritten_file_keeps_its_permissions(tmp_path):
     path = tmp_path / "page"
     write_whole(path, b"x")
     path.chmod(0o600)
@@ -89,14 +89,14 @@ def test_a_file_keeps_who_may_read_it(tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_folder_is_there_when_all_is_written(tmp_path):
+def test_folder_appears_once_all_files_are_written(tmp_path):
     with folder_whole(tmp_path / "dumps") as aside:
         (aside / "one").write_bytes(b"x")
         assert not (tmp_path / "dumps").exists()
     assert (tmp_path / "dumps" / "one").read_bytes() == b"x"
 
 
-def test_without_room_there_is_no_folder(tmp_path):
+def test_full_disk_leaves_no_folder(tmp_path):
     with no_room(), pytest.raises(OSError, match="too large"), folder_whole(tmp_path / "d") as d:
         (d / "one").write_bytes(b"12345")
     assert not list(tmp_path.iterdir())
@@ -111,7 +111,7 @@ def test_without_room_there_is_no_folder(tmp_path):
         (errno.EACCES, UsageError),
     ],
 )
-def test_a_full_disk_is_the_machines_and_a_wrong_place_the_users(tmp_path, number, kind):
+def test_full_disk_is_an_environment_problem_and_bad_path_a_usage_error(tmp_path, number, kind):
     error = unwritten("a page", tmp_path, OSError(number, os.strerror(number)))
     assert type(error) is kind
     assert f"a page to {tmp_path}, got: {os.strerror(number)}." in str(error)

@@ -1,4 +1,4 @@
-"""Own processes do not look through what imports made; somebody else's collect as they are told."""
+"""Garbage collection: our processes skip objects of imports; foreign processes are unchanged."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ def _says(code):
     return done.stdout.split()
 
 
-def test_what_imports_made_is_spared_and_the_rest_collected_as_usual():
+def test_objects_of_imports_are_frozen_and_others_collected():
     spared, is_usual = _says(
         f"{_STARTS}collect_seldom(); kept = [[] for _ in range(60_000)]; "
         "spare_imports(); print(gc.get_freeze_count() > 60_000, gc.get_threshold() == usual)"
@@ -20,12 +20,12 @@ def test_what_imports_made_is_spared_and_the_rest_collected_as_usual():
     assert (spared, is_usual) == ("True", "True")
 
 
-def test_a_process_that_never_collected_seldom_is_left_as_it_is():
+def test_process_without_collect_seldom_is_unchanged():
     says = "print(gc.get_freeze_count(), *gc.get_threshold())"
     assert _says(f"{_STARTS}spare_imports(); {says}") == _says(f"import gc; {says}")
 
 
-def test_what_is_alive_later_is_spared_by_settling_and_garbage_is_not():
+def test_settle_memory_freezes_live_objects_but_no_garbage():
     frozen, left = _says(
         f"{_STARTS}import weakref; collect_seldom(); settle_memory(); "
         "Circle = type('C', (), {}); "
@@ -36,7 +36,7 @@ def test_what_is_alive_later_is_spared_by_settling_and_garbage_is_not():
     assert (frozen, left) == ("True", "None")
 
 
-def test_a_pool_of_worlds_leaves_the_collector_of_a_foreign_process_alone():
+def test_world_pool_does_not_change_a_foreign_processs_collector():
     assert _says(
         "import gc; from zero_sim.backends.worlds import WorldPool\n"
         "with WorldPool(): print(gc.get_freeze_count(), *gc.get_threshold())"

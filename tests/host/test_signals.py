@@ -1,4 +1,4 @@
-"""Which signals end a command."""
+"""Signals that end a command."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import signal
 from zero_sim.host.signals import FROM_OWNER, interrupt, listening
 
 
-def test_what_owners_send_means_nothing_to_a_process_without_one() -> None:
-    """It is for a worker, whose id another process may have got since."""
+def test_process_without_owner_ignores_owner_signals() -> None:
+    """The signal is for a worker, whose process id may have been reused."""
     before = signal.getsignal(FROM_OWNER)
     with listening(interrupt):
         assert signal.getsignal(FROM_OWNER) == before

@@ -1,4 +1,4 @@
-"""A process that runs a command in another one: what it takes for success, and what it says."""
+"""Supervisor that runs a command in a child process: its exit status and its messages."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ supervisor.listen()
 
 @pytest.fixture
 def supervise(monkeypatch, capfd, tmp_path):
-    """Run some code in place of a command; the exit status and what is said."""
+    """Function that runs code as a supervised command, and returns exit status and messages."""
 
     def run(code):
         script = tmp_path / "theirs.py"
@@ -39,25 +39,25 @@ def supervise(monkeypatch, capfd, tmp_path):
     return run
 
 
-def test_the_status_is_the_one_that_was_confirmed(supervise):
+def test_confirmed_status_is_returned(supervise):
     assert supervise("supervisor.confirm(3)\nos._exit(0)") == (3, "")
 
 
 @pytest.mark.parametrize(
     "ending", ["sys.exit(0)", "os._exit(0)", "os.execv('/bin/true', ['true'])"]
 )
-def test_an_end_without_one_is_no_success(supervise, ending):
+def test_exit_without_confirmation_is_no_success(supervise, ending):
     status, said = supervise(ending)
     assert status == 2
     assert "imported theirs:T ended with exit status 0, after 0 cases. That is no success" in said
 
 
-def test_what_was_under_way_is_said(supervise):
+def test_message_names_the_case_in_progress(supervise):
     ending = "supervisor.count_case()\nsupervisor.note('case b')\nos._exit(0)"
     assert "exit status 0 at case b, after 1 case." in supervise(ending)[1]
 
 
-def test_the_line_that_ends_the_process_is_shown(supervise):
+def test_line_that_ends_the_process_is_shown(supervise):
     status, said = supervise(
         """
         def end():
@@ -73,12 +73,12 @@ def test_the_line_that_ends_the_process_is_shown(supervise):
     assert "threading.py" not in said
 
 
-def test_what_comes_after_the_end_changes_nothing(supervise):
+def test_exit_after_confirmation_changes_nothing(supervise):
     code = "import atexit\natexit.register(os._exit, 0)\nsupervisor.confirm(1)"
     assert supervise(code) == (1, "")
 
 
-def test_what_the_code_forks_confirms_nothing(supervise):
+def test_forked_process_cannot_confirm(supervise):
     code = "if os.fork() == 0:\n    supervisor.confirm(0)\nos._exit(0)"
     assert supervise(code)[0] == 2
 
@@ -87,18 +87,15 @@ def test_what_the_code_forks_confirms_nothing(supervise):
     ("number", "status", "words"),
     [(signal.SIGSEGV, 2, "signal SIGSEGV"), (signal.SIGKILL, 4, "Something killed it")],
 )
-def test_a_signal_is_named(supervise, number, status, words):
+def test_ending_signal_is_named(supervise, number, status, words):
     ended, said = supervise(f"os.kill(os.getpid(), {int(number)})")
     assert ended == status
     assert words in said
 
 
 @pytest.mark.parametrize("where", ["", "del signal.sigtimedwait"])
-def test_a_signal_is_passed_on(tmp_path, where):
-    """In a process of its own, since one with other threads is not told in the main one.
-
-    Also where a signal does not say who sent it.
-    """
+def test_signal_is_passed_on(tmp_path, where):
+    """Run in a child process, because other threads of this one may take the signal."""
     script = tmp_path / "whole.py"
     begin = BEGIN.replace(
         "supervisor.attach()",
@@ -111,12 +108,12 @@ def test_a_signal_is_passed_on(tmp_path, where):
     assert (done.returncode, done.stderr) == (130, b"")
 
 
-def test_signals_are_as_they_were_before(supervise):
+def test_signal_mask_is_restored(supervise):
     supervise("supervisor.confirm(0)")
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGTERM, signal.SIGCHLD}
 
 
-def test_more_is_told_than_a_channel_holds(supervise):
+def test_more_notes_than_fit_the_channel_are_accepted(supervise):
     code = "for i in range(1000):\n    supervisor.note('x' * 20)\nsupervisor.confirm(0)"
     assert supervise(code) == (0, "")
 
@@ -131,5 +128,5 @@ def test_more_is_told_than_a_channel_holds(supervise):
         (["--target"], ""),
     ],
 )
-def test_a_command_line_names_code_of_somebody_else(arguments, target):
+def test_foreign_target_is_found_on_the_command_line(arguments, target):
     assert supervisor.foreign_target(arguments) == target

@@ -1,4 +1,4 @@
-"""Control codes: on a terminal that takes them, and nowhere else."""
+"""Control codes are written to a capable terminal and nowhere else."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ESCAPE = "\x1b"
 
 
 class Terminal(io.StringIO):
-    """What is written to a terminal."""
+    """Stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 def write_all(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, *, wait: bool) -> str:
-    """All that any command writes of its own to a terminal; waits for what comes only then."""
+    """Write everything that commands write to a terminal; wait for delayed output if `wait`."""
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(cli_session, "PROGRESS_AFTER_SECONDS", 0.0)
@@ -40,7 +40,7 @@ def write_all(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, *, wait: boo
     return stream.getvalue()
 
 
-def test_a_terminal_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_gets_control_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     text = write_all(monkeypatch, Terminal(), wait=True)
     assert "\r\x1b[K" in text
@@ -53,7 +53,7 @@ def test_a_terminal_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     [("NO_COLOR", "1", Terminal), ("TERM", "dumb", Terminal), ("TERM", "xterm", io.StringIO)],
     ids=["NO_COLOR", "dumb", "not a terminal"],
 )
-def test_elsewhere_nobody_does(
+def test_other_streams_get_no_control_codes(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, stream: type[io.StringIO]
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
@@ -61,7 +61,7 @@ def test_elsewhere_nobody_does(
     assert write_all(monkeypatch, stream(), wait=False) == "PASS  a case\n"
 
 
-def test_an_empty_no_color_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_no_color_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "")
     assert ESCAPE in write_all(monkeypatch, Terminal(), wait=True)

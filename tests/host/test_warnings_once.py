@@ -1,4 +1,4 @@
-"""Warnings that are told once."""
+"""Warnings that are shown once."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from zero_sim.host import warnings_once as warned
 
 @pytest.fixture
 def told(monkeypatch):
-    """What is told, with a filter that lets everything through."""
+    """Shown warnings, with a filter that lets everything through."""
     lines = []
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -26,7 +26,7 @@ def old(text="old", category=FutureWarning):
     warnings.warn(text, category, stacklevel=1)
 
 
-def test_one_of_one_line_is_told_once_whatever_it_says(told):
+def test_warning_of_a_line_is_shown_once_for_any_text(told):
     with warned.telling_once():
         for number in range(3):
             old(f"param {number} is old")
@@ -34,7 +34,7 @@ def test_one_of_one_line_is_told_once_whatever_it_says(told):
     assert told == ["param 0 is old", "of another kind"]
 
 
-def test_afterwards_all_is_as_it_was(told):
+def test_warning_state_is_restored(told):
     before = warnings.showwarning
     with warned.telling_once():
         old()
@@ -42,7 +42,7 @@ def test_afterwards_all_is_as_it_was(told):
     assert "ZERO_SIM_WARNED" not in os.environ
 
 
-def test_who_asks_for_warnings_gets_all(told, monkeypatch):
+def test_warning_options_of_the_user_show_all(told, monkeypatch):
     monkeypatch.setattr(sys, "warnoptions", ["always"])
     with warned.telling_once():
         old()
@@ -50,7 +50,7 @@ def test_who_asks_for_warnings_gets_all(told, monkeypatch):
     assert told == ["old", "old"]
 
 
-def test_another_process_does_not_tell_it_again(told, tmp_path):
+def test_warning_is_shown_once_across_processes(told, tmp_path):
     code = (
         "import sys, warnings; from zero_sim.host import warnings_once as warned;"
         "warned.tell_once();"
@@ -66,7 +66,7 @@ def test_another_process_does_not_tell_it_again(told, tmp_path):
     assert said == [b"file.py:3: FutureWarning: w\n", b""]
 
 
-def test_without_room_it_is_told_all_the_same(told, monkeypatch, tmp_path):
+def test_unwritable_record_still_shows_the_warning(told, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("ZERO_SIM_WARNED", str(tmp_path / "file" / "below"))
     warned.tell_once()
