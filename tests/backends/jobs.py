@@ -1,4 +1,4 @@
-"""Jobs for the workers of test_team."""
+"""Jobs for worker processes."""
 
 import os
 import time
@@ -27,7 +27,7 @@ def make_subgroup(payload, real_rank):
 def leave_a_collective_open(payload, real_rank):
     with real_rank.world(2):
         if real_rank.rank == 0:
-            # Not waited for: its other half never comes.
+            # Never waited for, because the other rank never calls it.
             real_rank.kept = dist.all_reduce(torch.ones(1), async_op=True)
         raise ValueError(f"rank {real_rank.rank} fails")
 
@@ -58,7 +58,7 @@ def every_collective(payload, real_rank):
 
 
 def collectives_of(rank, size):
-    """One of each, on data that differs from rank to rank; what this rank ends up with."""
+    """Run one collective of each kind on data that differs by rank; return this rank's results."""
     generator = torch.Generator().manual_seed(rank)
 
     def draw(*shape, dtype=torch.float32):

@@ -1,4 +1,4 @@
-"""Preloaded by workers that are to have the stand-in for NCCL."""
+"""Module that workers preload to use the stand-in for NCCL."""
 
 import standin_nccl
 

@@ -1,16 +1,16 @@
-"""A stand-in for NCCL: gloo moves data, and every rank adds round NCCL's ring by itself.
+"""A stand-in for NCCL: gloo moves data, and every rank adds in NCCL's ring order by itself.
 
-It is what `zero_sim.backends.cuda` is, but for CUDA: all lines of `zero_sim.backends.nccl` and of
-what is around it run with it, in this process and in workers that import it. Of NCCL it has the
-order of addition, with a ring of any permutation, and that groups are bound to a device. It is not
-NCCL: nothing runs on streams, and nothing hangs that gloo would not hang at. Its devices are the
-CPU in name only; or they are the stand-in device, in whose processes `tests.standin` installs it.
+It replaces `zero_sim.backends.cuda`, so that all of `zero_sim.backends.nccl` and the code around it
+runs, in this process and in workers that import it. It has NCCL's order of addition, with a ring of
+any permutation, and groups bound to a device. Unlike NCCL, it has no streams, and hangs only where
+gloo hangs. Its devices are the CPU in name only, or the stand-in device in processes in which
+`tests.standin` installs it.
 
-Environment variables say what the machine is to be: `ZERO_SIM_TEST_GPUS`, their number, where they
-are the CPU;
-`ZERO_SIM_TEST_GPU_NAMES`, the kind of each rank's, with commas between; `ZERO_SIM_TEST_RING`, the
-ring of a world of as many ranks as it names, as ranks with commas between; of smaller groups what
-remains of it.
+Environment variables describe the machine:
+
+- `ZERO_SIM_TEST_GPUS`: number of devices, if they are the CPU.
+- `ZERO_SIM_TEST_GPU_NAMES`: model of each rank's device, comma-separated.
+- `ZERO_SIM_TEST_RING`: ring of the world, comma-separated ranks. Smaller groups use a part.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NAME = "standin_nccl"
 
 
 class StandIn:
-    """What calls CUDA and NCCL elsewhere.
+    """Replacement for the calls of CUDA and NCCL.
 
     Args:
         device_type: `cpu` for devices in name only, or the stand-in device's name.
@@ -92,7 +92,7 @@ class StandIn:
 
 
 def install(device_type: str = "cpu") -> None:
-    """Be this process's `nccl`."""
+    """Register the stand-in as this process's `nccl`."""
     put_transport("nccl", lambda: Nccl(StandIn(device_type)))
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=[device_type])
@@ -103,7 +103,7 @@ def _create(options: Any, more: Any) -> Any:
 
 
 def ring_of(options: Any) -> list[int]:
-    """The ring of a group, as places in it."""
+    """Return the ring of a group, as group ranks."""
     members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     told = os.environ.get("ZERO_SIM_TEST_RING", "")
     ring = [int(rank) for rank in told.split(",") if told and int(rank) in members]
@@ -113,7 +113,7 @@ def ring_of(options: Any) -> list[int]:
 
 
 class Turned(NcclRing):
-    """The ring over ranks in another order: ranks by their places in it, then round as ever."""
+    """NCCL's ring, with the ranks in another order."""
 
     def __init__(self, ring: Sequence[int]) -> None:
         self._ring = ring

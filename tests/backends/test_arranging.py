@@ -1,4 +1,4 @@
-"""Arrangements are recovered from what is observed, and from nothing else."""
+"""Arrangements (rings, trees, channels) are recovered from observed sums alone."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SIZE = 6
 ELEMS = 5 * SIZE
 TURNED = Arrangement(rings=((0, 3, 5, 1, 4, 2),))
 TREE = (1, 0, ADD, 5, 4, ADD, 3, 2, ADD, ADD, ADD)
-"""Of three machines of two ranks: the chain of the second and third one below the first's."""
+"""Tree of three machines with two ranks each: the second and third chain hang below the first."""
 
 
 def observed(arrangement, kind, *, order="nccl-ring"):
@@ -31,7 +31,7 @@ def fitted(arrangement):
 @pytest.mark.parametrize(
     "ring", [(0, 1, 2), (0, 2, 1), (0, 1, 2, 3), (0, 2, 1, 3), (0, 3, 5, 1, 4, 2)]
 )
-def test_any_ring(ring):
+def test_any_ring_is_recovered(ring):
     assert fitted(Arrangement(rings=(ring,))) == Arrangement(rings=(ring,))
 
 
@@ -42,7 +42,7 @@ def test_any_ring(ring):
         ({"all_reduce": "tree", "trees": (TREE,)}, "ring 0 3 5 1 4 2, tree "),
     ],
 )
-def test_other_algorithms_beside_the_ring(changes, said):
+def test_other_algorithms_are_recovered(changes, said):
     wanted = Arrangement(rings=TURNED.rings, **changes)
     found = fitted(wanted)
     assert found is not None
@@ -51,20 +51,20 @@ def test_other_algorithms_beside_the_ring(changes, said):
         assert observed(found, kind) == observed(wanted, kind)
 
 
-def test_what_fits_no_model_is_none():
+def test_sums_that_fit_no_model_give_none():
     scattered = observed(TURNED, "reduce_scatter")
     other = observed(in_order(SIZE), "all_reduce", order="gloo")
     assert fit(scattered, other, rank_count=SIZE, elems=ELEMS, elem_bytes=4) is None
 
 
-def test_a_wider_accumulator_fits_no_model():
+def test_wider_accumulator_fits_no_model():
     model = by_model("all_reduce", order="linear-fp32", rank_count=SIZE, elems=ELEMS)
     wide = observe(model, rank_count=SIZE, elems=ELEMS, dtype=torch.bfloat16)
     assert wide.accumulator == "wider"
     assert fit(wide, wide, rank_count=SIZE, elems=ELEMS, elem_bytes=2) is None
 
 
-def test_channels_are_told_apart_where_a_call_is_large_enough():
+def test_channel_count_is_recovered_from_a_large_call():
     size, elems = 4, 4 << 18
     true = Arrangement(rings=((0, 2, 1, 3),) * 3)
     model = by_model(
@@ -90,7 +90,7 @@ def test_channels_are_told_apart_where_a_call_is_large_enough():
     assert in_words(found) == "ring 0 2 1 3, on 3 channels"
 
 
-def test_a_tree_in_words():
+def test_tree_is_described_in_words():
     arrangement = Arrangement(
         rings=((0, 1, 2),), all_reduce="tree", reduce_scatter="pat", trees=((2, 1, ADD, 0, ADD),)
     )

@@ -1,4 +1,4 @@
-"""Named orders over real gloo processes."""
+"""Named orders of addition over real gloo processes."""
 
 import importlib.util
 from pathlib import Path
@@ -16,7 +16,7 @@ def _collectives_of():
 
 
 @pytest.mark.parametrize("order", ["linear", "linear-fp32", "ring", "tree"])
-def test_all_collectives_give_the_bits_of_the_simulated_world(run_job, order):
+def test_collectives_give_the_bits_of_the_simulated_world(run_job, order):
     size, program = 3, _collectives_of()
     with World(size, order=order) as world:
         simulated = world.run(lambda rank: program(rank, size))
@@ -24,7 +24,7 @@ def test_all_collectives_give_the_bits_of_the_simulated_world(run_job, order):
     assert [ending.result for ending in endings] == simulated
 
 
-def test_gloo_itself_adds_in_another_order(run_job):
+def test_plain_gloo_adds_in_another_order(run_job):
     size, program = 4, _collectives_of()
     with World(size) as world:
         simulated = world.run(lambda rank: program(rank, size))

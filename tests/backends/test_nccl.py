@@ -1,4 +1,4 @@
-"""All that NCCL decides before a call of CUDA, on a machine that is what a test says."""
+"""NCCL's decisions before any call of CUDA, on a machine described by the test."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def nccl_with(monkeypatch, count):
     return Nccl(StandIn())
 
 
-def test_all_is_pinned_that_was_not_set():
+def test_unset_variables_are_pinned():
     environment = {"NCCL_ALGO": "ring", "TORCH_NCCL_NAN_CHECK": "1"}
     pin(environment)
     assert environment["TORCH_NCCL_NAN_CHECK"] == "0"
@@ -43,7 +43,7 @@ def test_all_is_pinned_that_was_not_set():
     assert environment.keys() >= TORCH_PINS.keys() | {"TORCH_FR_BUFFER_SIZE"}
 
 
-def test_what_says_the_same_in_other_words_contradicts_nothing():
+def test_equivalent_values_are_no_contradiction():
     environment = {"NCCL_PROTO": "SIMPLE", "NCCL_MAX_CTAS": "0x1", "NCCL_NVLS_ENABLE": "0"}
     assert contradictions(environment | {"NCCL_MAX_NCHANNELS": "1"}) == []
 
@@ -61,7 +61,7 @@ def test_what_says_the_same_in_other_words_contradicts_nothing():
         ("NCCL_MAX_NRINGS", "2", "1"),
     ],
 )
-def test_what_a_cluster_sets_otherwise_is_an_error_that_says_so(name, value, expected):
+def test_contradicting_cluster_setting_is_an_error(name, value, expected):
     environment = {name: value}
     with pytest.raises(EnvironmentProblem) as raised:
         pin(environment)
@@ -70,13 +70,13 @@ def test_what_a_cluster_sets_otherwise_is_an_error_that_says_so(name, value, exp
     assert environment == {name: value}
 
 
-def test_all_contradictions_are_told_at_once():
+def test_all_contradictions_are_reported_together():
     with pytest.raises(EnvironmentProblem) as raised:
         pin({"NCCL_ALGO": "Tree", "NCCL_PROTO": "LL"})
     assert "env -u NCCL_ALGO -u NCCL_PROTO" in str(raised.value)
 
 
-def test_files_and_all_else_that_is_set_are_shown(monkeypatch, tmp_path):
+def test_files_and_other_settings_are_shown(monkeypatch, tmp_path):
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     tmp_path.joinpath(".nccl.conf").write_text("NCCL_DEBUG=WARN\n")
     environment = {"NCCL_GRAPH_FILE": "/graph.xml", "NCCL_DEBUG": "INFO", "TORCH_NCCL_X": "1"}
@@ -89,27 +89,27 @@ def test_files_and_all_else_that_is_set_are_shown(monkeypatch, tmp_path):
     assert str(tmp_path / ".nccl.conf") in lines[2]
 
 
-def test_a_torch_without_nccl(monkeypatch):
+def test_torch_without_nccl_is_refused(monkeypatch):
     monkeypatch.setattr(StandIn, "is_built", lambda self: False)
     with pytest.raises(EnvironmentProblem, match="expected a torch with NCCL"):
         nccl_with(monkeypatch, 1).check()
 
 
-def test_a_machine_without_gpus(monkeypatch):
+def test_machine_without_gpus_is_refused(monkeypatch):
     with pytest.raises(EnvironmentProblem, match="expected a GPU that torch"):
         nccl_with(monkeypatch, 0).take_device(0)
 
 
 @pytest.mark.parametrize(("count", "local_rank", "index"), [(4, 3, 3), (1, 5, 0)])
-def test_the_gpu_of_a_local_rank(monkeypatch, count, local_rank, index):
-    """Where each process sees one GPU only, that is its own."""
+def test_local_rank_selects_its_gpu(monkeypatch, count, local_rank, index):
+    """If each process sees only one GPU, it uses that one."""
     nccl = nccl_with(monkeypatch, count)
     nccl.take_device(local_rank)
     assert nccl.device == torch.device("cpu", index)
     assert nccl.processes_max == count
 
 
-def test_more_ranks_than_gpus(monkeypatch):
+def test_more_ranks_than_gpus_need_the_sharing_switch(monkeypatch):
     with pytest.raises(EnvironmentProblem) as raised:
         nccl_with(monkeypatch, 2).take_device(2)
     assert "expected a GPU for local rank 2, but this machine has 2" in str(raised.value)
@@ -125,14 +125,14 @@ def identities(*changes):
 
 
 @pytest.mark.parametrize(("what", "other"), [("GPU", "B"), ("NCCL", "2.29"), ("torch", "2.12")])
-def test_nodes_that_differ_are_named(what, other):
+def test_differing_nodes_are_named(what, other):
     with pytest.raises(EnvironmentProblem) as raised:
         check_alike(identities({}, {}, {what: other}))
     assert f"expected the same {what} for all ranks" in str(raised.value)
     assert f"{other!r} for rank 2" in str(raised.value)
 
 
-def test_two_ranks_on_one_gpu_need_the_switch(monkeypatch):
+def test_two_ranks_on_one_gpu_need_the_sharing_switch(monkeypatch):
     both = identities({}, {"only": "node GPU 0"})
     with pytest.raises(EnvironmentProblem, match="got ranks 0 and 1 on node GPU 0"):
         check_alike(both)
@@ -142,7 +142,7 @@ def test_two_ranks_on_one_gpu_need_the_switch(monkeypatch):
 
 @pytest.fixture
 def installed(monkeypatch):
-    """The stand-in as this process's NCCL."""
+    """Install the stand-in as this process's NCCL."""
     monkeypatch.setattr(transports, "_MAKERS", dict(transports._MAKERS))
     monkeypatch.setattr(transports, "_MADE", {})
     for name in (*PINS, *TORCH_PINS, "TORCH_FR_BUFFER_SIZE"):
@@ -151,7 +151,7 @@ def installed(monkeypatch):
 
 
 @pytest.mark.parametrize("order", [None, "linear"])
-def test_one_rank_in_this_process(installed, order):
+def test_single_rank_runs_in_this_process(installed, order):
     rank = RealRank(backend="nccl", rank=0, store=dist.HashStore())
     rank.transport.prepare({})
     rank.transport.take_device(0)
@@ -171,7 +171,7 @@ def test_one_rank_in_this_process(installed, order):
     assert not dist.is_initialized()
 
 
-def test_what_is_fixed_is_told(installed, monkeypatch):
+def test_notes_report_versions_and_pins(installed, monkeypatch):
     transport = find_transport("nccl")
     pinned = {}
     transport.prepare(pinned)
@@ -184,11 +184,11 @@ def test_what_is_fixed_is_told(installed, monkeypatch):
     assert "TORCH_NCCL_NAN_CHECK=0" in notes[2]
 
 
-def test_what_says_nothing_of_gpus_may_be_anywhere():
+def test_ranks_without_gpu_identity_are_accepted():
     check_alike([{"torch": "2.13"}] * 3)
 
 
-def test_folding_hands_on_no_memory_of_another_device():
+def test_folding_refuses_tensors_of_another_device():
     carrier = _Carrier(None, Linear(), rank=3, device=torch.device("cpu", 0))
     call = Call(kind="all_reduce", inputs=[torch.ones(2, device="meta")], outputs=[])
     with pytest.raises(ContractViolation) as raised:

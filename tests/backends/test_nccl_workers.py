@@ -1,4 +1,4 @@
-"""Workers of NCCL, on its stand-in: what is around CUDA runs as it would with a GPU for each."""
+"""NCCL workers on its stand-in: all code around CUDA runs as with one GPU per worker."""
 
 import sys
 from pathlib import Path
@@ -33,7 +33,7 @@ def run(teams, job, size, **payload):
 
 
 @pytest.mark.parametrize("order", [None, "tree"])
-def test_all_collectives_by_itself_and_folded(gpus, order):
+def test_collectives_give_simulated_bits_plain_and_folded(gpus, order):
     size, program = 3, _collectives_of()
     with World(size, order=order or "nccl-ring") as world:
         simulated = world.run(lambda rank: program(rank, size))
@@ -42,7 +42,7 @@ def test_all_collectives_by_itself_and_folded(gpus, order):
     assert [ending.result for ending in endings] == simulated
 
 
-def test_a_rank_that_fails_aborts_and_all_workers_are_new_after_it(gpus):
+def test_failed_rank_replaces_all_workers(gpus):
     with gpus() as teams:
         before = [ending.result["pid"] for ending in run(teams, "add_ranks", 2)]
         failed = run(teams, "leave_a_collective_open", 2)
@@ -51,7 +51,7 @@ def test_a_rank_that_fails_aborts_and_all_workers_are_new_after_it(gpus):
     assert not set(before) & set(after)
 
 
-def test_a_rank_that_dies_costs_one_job(gpus):
+def test_dead_rank_fails_only_its_job(gpus):
     with gpus() as teams:
         died = run(teams, "die", 2)
         again = run(teams, "add_ranks", 2)
@@ -68,7 +68,7 @@ def test_a_rank_that_dies_costs_one_job(gpus):
         ("ZERO_SIM_TEST_GPU_NAMES", "A,B", 2, "expected the same GPU for all ranks"),
     ],
 )
-def test_what_a_machine_cannot_is_named_before_the_first_job(
+def test_unsuitable_machine_is_refused_before_the_first_job(
     gpus, monkeypatch, name, value, size, said
 ):
     monkeypatch.setenv(name, value)

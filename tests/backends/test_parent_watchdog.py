@@ -1,4 +1,4 @@
-"""Workers of a pool whose owner is killed."""
+"""Workers of a pool whose owner process is killed."""
 
 import signal
 import subprocess
@@ -36,6 +36,6 @@ def test_workers_end_with_their_owner_even_if_it_is_killed(tmp_path):
         assert workers
         assert all(is_running(pid) for pid in workers)
         owner.send_signal(signal.SIGKILL)
-    # Nothing else ends: workers that stayed would keep this test until its limit.
+    # Nothing else ends this loop: surviving workers would run the test into its time limit.
     while any(is_running(pid) for pid in workers):
         time.sleep(0.05)

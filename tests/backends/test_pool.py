@@ -1,4 +1,4 @@
-"""Calls shared out over processes: all told, none lost with another."""
+"""Calls distributed over processes: each is reported, and none is lost because of another."""
 
 import os
 from concurrent.futures import BrokenExecutor
@@ -18,7 +18,7 @@ def end_unless(number):
     return number
 
 
-def test_every_call_is_told_with_its_place():
+def test_every_call_is_reported_with_its_position():
     ended = dict(share_out(divide, [(number, 2) for number in range(6)], jobs=2))
     assert {place: done.result()[1] for place, done in ended.items()} == {
         number: number / 2 for number in range(6)
@@ -33,13 +33,13 @@ def test_no_more_processes_than_calls():
     assert list(share_out(divide, [], jobs=2)) == []
 
 
-def test_what_a_call_raises_is_in_its_future():
+def test_error_of_a_call_is_in_its_future():
     ended = dict(share_out(divide, [(1, 0), (1, 1)], jobs=1))
     assert isinstance(ended[0].exception(), ZeroDivisionError)
     assert ended[1].result()[1] == 1
 
 
-def test_a_process_that_dies_costs_its_call():
+def test_dead_process_loses_only_its_call():
     ended = dict(share_out(end_unless, [(number,) for number in range(3)], jobs=1))
     assert isinstance(ended[1].exception(), BrokenExecutor)
     assert [ended[place].result() for place in (0, 2)] == [0, 2]

@@ -1,4 +1,4 @@
-"""The probe recovers every order's trees from sums alone, and tells a drift."""
+"""The probe recovers each order's trees from sums alone, and reports drift."""
 
 from typing import get_args
 
@@ -61,11 +61,11 @@ def test_every_simulated_order_agrees_with_its_model(world_of, order, kind, dtyp
         ("tree", 5, "(((0+1)+(2+3))+4)"),
     ],
 )
-def test_trees_of_orders_that_are_the_same_everywhere(world_of, order, size, tree):
+def test_uniform_orders_have_one_tree(world_of, order, size, tree):
     assert observed(world_of, order, size=size).trees == (tree,)
 
 
-def test_the_chunks_of_a_ring(world_of):
+def test_ring_has_one_tree_per_chunk(world_of):
     seen = observed(world_of, "ring", size=3, elems=7)
     # Chunk 0 is x0, x1, x2; chunk 1 is x1, x2, x0; chunk 2 is x2, x0, x1.
     assert seen.trees == ("((0+1)+2)", "(0+(1+2))", "((0+2)+1)")
@@ -76,11 +76,11 @@ def test_the_chunks_of_a_ring(world_of):
     ("order", "accumulator"),
     [("linear", "data"), ("linear-fp32", "wider"), ("nccl-sym", "wider"), ("random-tree", "mixed")],
 )
-def test_the_accumulator_is_measured(world_of, order, accumulator):
+def test_accumulator_is_measured(world_of, order, accumulator):
     assert observed(world_of, order, size=5).accumulator == accumulator
 
 
-def test_a_drift_names_both_trees(world_of):
+def test_drift_names_both_trees(world_of):
     seen = observed(world_of, "nccl-ring", size=4, kind="reduce_scatter")
     message = compare(modelled("tree", size=4, kind="reduce_scatter"), seen, name="tree")
     assert message == (
@@ -88,7 +88,7 @@ def test_a_drift_names_both_trees(world_of):
     )
 
 
-def test_a_drift_of_the_accumulator(world_of):
+def test_drift_of_the_accumulator_is_reported(world_of):
     seen = observed(world_of, "linear-fp32", size=3)
     message = compare(modelled("linear", size=3), seen, name="linear")
     assert message == (
@@ -99,14 +99,14 @@ def test_a_drift_of_the_accumulator(world_of):
 
 @pytest.mark.parametrize("order", ["linear", "tree", "ring", "nccl-ring"])
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
-def test_gloo_is_told_from_all_others(world_of, order, kind):
+def test_gloo_is_distinguished_from_other_orders(world_of, order, kind):
     case = {"size": 4, "kind": kind, "elems": 40}
     seen = observed(world_of, "gloo", **case)
     assert compare(modelled(order, **case), seen, name=order).startswith("drift: ")
 
 
-def test_sums_that_fit_no_tree_are_said_to_fit_none():
-    """A reduction that forgets a rank."""
+def test_sums_that_fit_no_tree_have_no_tree():
+    """The reduction omits a rank."""
 
     def reduce(values):
         return values(0) + values(1)
@@ -125,8 +125,8 @@ def counted(reduce):
 
 
 @pytest.mark.parametrize(("dtype", "room"), [(torch.float32, 22), (BF16, 7)])
-def test_calls_grow_with_ranks_and_not_with_their_cube(dtype, room):
-    """At most four pairs a rank for a ring whose ranks come in any order, and once more as many."""
+def test_number_of_calls_is_linear_in_ranks(dtype, room):
+    """A ring of ranks in any order needs at most five pairs per rank."""
     size = 24
     ring = tuple(torch.randperm(size, generator=torch.Generator().manual_seed(3)).tolist())
     ring = (*ring[ring.index(0) :], *ring[: ring.index(0)])
@@ -145,7 +145,7 @@ def test_calls_grow_with_ranks_and_not_with_their_cube(dtype, room):
     assert len(calls) <= 5 * size * -(-(size - 2) // room)
 
 
-def test_a_model_is_verified_in_the_calls_of_one_pair():
+def test_model_is_verified_in_one_call():
     size, elems = 24, 24 * 40
     pieces = pieces_of("all_reduce", order="nccl-ring", rank_count=size, elems=elems, elem_bytes=4)
     model = by_model("all_reduce", order="nccl-ring", rank_count=size, elems=elems)
@@ -159,7 +159,7 @@ def test_a_model_is_verified_in_the_calls_of_one_pair():
 
 @pytest.mark.parametrize("order", ["linear", "tree", "ring", "gloo", "nccl-ring"])
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "reduce_scatter_list"])
-def test_pieces_are_what_the_model_adds(order, kind):
+def test_pieces_match_the_model(order, kind):
     size, elems = 5, 40
     sizes = (3, 0, 20, 9, 8)
     how = {"rank_count": size, "elems": elems, "sizes": sizes}
@@ -169,18 +169,18 @@ def test_pieces_are_what_the_model_adds(order, kind):
     assert [pieces[0][0], pieces[-1][1]] == [0, elems]
 
 
-def test_one_element_that_is_added_otherwise_is_found_across_the_loop_edge():
-    """2 MiB a rank, and some more: the last loop has chunks of its own."""
+def test_single_deviating_element_is_found_after_the_first_loop():
+    """Slightly more than 2 MiB per rank, so that the last loop has its own chunks."""
     size, elems = 3, 3 * (1 << 19) + 50
     how = {"rank_count": size, "elems": elems}
     right = pieces_of("all_reduce", order="nccl-ring", elem_bytes=4, **how)
     model = by_model("all_reduce", order="nccl-ring", **how)
     assert verify(model, right, dtype=torch.float32, **how) is None
-    # As if chunks had no upper limit: the same in the first one alone.
+    # As if chunks had no upper limit: only the first loop is equal.
     wrong = pieces_of("all_reduce", order="ring", elem_bytes=4, **how)
     assert verify(model, wrong, dtype=torch.float32, **how) is not None
 
 
 @pytest.mark.parametrize("text", ["0", "(0+1)", "((0+12)+(1+2))"])
-def test_trees_in_words(text):
+def test_tree_text_round_trips(text):
     assert text_of(tree_of(text)) == text

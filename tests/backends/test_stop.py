@@ -1,4 +1,4 @@
-"""When no further case is begun."""
+"""Requests to begin no further case."""
 
 import signal
 import threading
@@ -12,13 +12,13 @@ from zero_sim.host import signals
 
 @pytest.fixture(autouse=True)
 def _apart(monkeypatch):
-    """Those of one test do not come at once with those of another."""
+    """Separate the signals of one test from those of another."""
     monkeypatch.setattr(signals, "_last_heard", -signals.SAME_SECONDS)
 
 
 @pytest.fixture(autouse=True)
 def _heard():
-    """None is ignored, as those are that `nohup` or a background job of a shell leaves out."""
+    """Restore default handlers, because `nohup` and background shells ignore these signals."""
     before = {number: signal.getsignal(number) for number in signals.ENDING}
     for number in before:
         signal.signal(number, signal.default_int_handler)
@@ -28,14 +28,14 @@ def _heard():
 
 
 @pytest.mark.parametrize("number", signals.ENDING)
-def test_the_first_interrupt_only_asks(number):
+def test_first_interrupt_only_requests_a_stop(number):
     stop = Stop()
     with interrupts_ask(stop):
         signal.raise_signal(number)
         assert (stop.asked, stop.now) == (True, True)
 
 
-def test_two_that_come_at_once_are_one(monkeypatch):
+def test_two_simultaneous_signals_count_as_one(monkeypatch):
     monkeypatch.setattr(signals, "SAME_SECONDS", 1000.0)
     monkeypatch.setattr(signals, "_last_heard", -1e9)
     with interrupts_ask(Stop()):
@@ -43,8 +43,8 @@ def test_two_that_come_at_once_are_one(monkeypatch):
         signal.raise_signal(signal.SIGTERM)
 
 
-def test_one_that_is_ignored_stays_ignored():
-    """As under nohup."""
+def test_ignored_signal_stays_ignored():
+    """This happens under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         stop = Stop()
@@ -55,19 +55,19 @@ def test_one_that_is_ignored_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_the_second_one_is_an_interrupt():
+def test_second_interrupt_raises():
     with interrupts_ask(Stop(asked=True)), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 
 
-def test_what_listened_before_listens_again():
+def test_previous_handler_is_restored():
     before = signal.getsignal(signal.SIGINT)
     with interrupts_ask(Stop()):
         assert signal.getsignal(signal.SIGINT) is not before
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_thread_changes_nothing():
+def test_non_main_thread_changes_no_handler():
     seen = []
 
     def listen():
@@ -80,6 +80,6 @@ def test_a_thread_changes_nothing():
     assert seen == [signal.getsignal(signal.SIGINT)]
 
 
-def test_a_deadline_is_a_wish_too():
+def test_passed_deadline_requests_a_stop():
     assert Stop(deadline=time.monotonic()).now
     assert not Stop(deadline=time.monotonic() + 1000).now

@@ -1,4 +1,4 @@
-"""Real processes: every test here starts or kills some."""
+"""Teams of real processes: every test here starts or kills some."""
 
 import shutil
 
@@ -13,22 +13,22 @@ def test_every_rank_takes_part_with_one_thread(run_job):
     assert [(result["total"], result["threads"]) for result in results] == [(3.0, 1)] * 3
 
 
-def test_the_processes_are_used_again(run_job):
+def test_processes_are_reused(run_job):
     first, second = ([ending.result["pid"] for ending in run_job("add_ranks", 2)] for _ in range(2))
     assert first == second
 
 
-def test_ranks_hear_each_other_without_a_group(run_job):
+def test_ranks_exchange_messages_without_a_group(run_job):
     for ending in run_job("exchange", 3):
         assert ending.result == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
 
 
-def test_subgroups_of_a_job_are_gone_in_the_next(run_job):
+def test_subgroups_end_with_their_job(run_job):
     for _ in range(2):
         assert [ending.result for ending in run_job("make_subgroup", 2)] == [1, 0]
 
 
-def test_a_job_that_raises_leaves_a_clean_group_behind(run_job):
+def test_failed_job_leaves_a_clean_group(run_job):
     endings = run_job("leave_a_collective_open", 2)
     assert [(ending.how, ending.error) for ending in endings] == [
         ("raised", "ValueError: rank 0 fails"),
@@ -37,20 +37,20 @@ def test_a_job_that_raises_leaves_a_clean_group_behind(run_job):
     assert [ending.result["total"] for ending in run_job("add_ranks", 2)] == [1.0, 1.0]
 
 
-def test_a_rank_that_leaves_at_once_cuts_off_nobody(run_job):
+def test_rank_that_fails_at_once_does_not_disconnect_others(run_job):
     for _ in range(20):
         hows = [ending.how for ending in run_job("leave_at_once", 3)]
         assert hows == ["raised", "done", "done"]
 
 
-def test_a_worker_that_dies_is_named_and_replaced(run_job):
+def test_dead_worker_is_named_and_replaced(run_job):
     endings = run_job("die", 3)
     assert (endings[1].how, endings[1].error) == ("died", "its process ended with exit status 7")
     assert all(ending.how != "done" for ending in endings)
     assert [ending.how for ending in run_job("add_ranks", 3)] == ["done"] * 3
 
 
-def test_a_hang_shows_what_every_rank_was_doing(run_job, with_enough_time):
+def test_hang_shows_the_stack_of_every_rank(run_job, with_enough_time):
     endings = with_enough_time(
         lambda seconds: run_job("hang", 2, timeout_seconds=seconds),
         seconds=3.0,
@@ -62,7 +62,7 @@ def test_a_hang_shows_what_every_rank_was_doing(run_job, with_enough_time):
     assert [ending.how for ending in run_job("add_ranks", 2)] == ["done"] * 2
 
 
-def test_a_backend_that_this_torch_lacks_is_said_so():
+def test_unknown_backend_is_refused():
     with (
         Teams(backend="carrier-pigeon") as pigeons,
         pytest.raises(EnvironmentProblem, match="one of gloo, nccl, got 'carrier-pigeon'"),
@@ -70,7 +70,7 @@ def test_a_backend_that_this_torch_lacks_is_said_so():
         pigeons.run("anything:at_all", {"size": 1}, size=1, timeout_seconds=60.0)
 
 
-def test_a_nursery_that_ends_says_its_status(monkeypatch):
+def test_ended_nursery_is_reported_with_its_status(monkeypatch):
     monkeypatch.setattr("sys.executable", shutil.which("false"))
     with Teams() as barren, pytest.raises(EnvironmentProblem, match="its end with exit status 1"):
         barren.run("anything:at_all", {}, size=1, timeout_seconds=60.0)
@@ -85,8 +85,8 @@ def test_a_nursery_that_ends_says_its_status(monkeypatch):
     ],
     ids=["SIGKILL", "exit", "exit on start"],
 )
-def test_a_worker_that_dies_before_it_serves_says_its_status(tmp_path, monkeypatch, death, said):
-    """It is not waited for."""
+def test_worker_that_dies_on_start_is_reported_with_its_status(tmp_path, monkeypatch, death, said):
+    """The team does not wait for it."""
     tmp_path.joinpath("deadly.py").write_text(
         f"import os\nimport zero_sim.backends.worker as worker\nworker.{death}\n"
     )
