@@ -1,7 +1,7 @@
-"""Scripts of `programs/` on gloo processes, by torchrun, and on simulated ranks: all they print.
+"""Compare the output of scripts of `programs/` on gloo processes and on simulated ranks.
 
-`python -m tests.script.against_gloo [NAME ...]` runs each by both and compares, rank by rank, every
-line of its standard output, exactly.
+`python -m tests.script.against_gloo [NAME ...]` runs each script by torchrun and by `zero-sim
+torchrun`, and compares every line of standard output of every rank exactly.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _OF_RANK = re.compile(r"\[rank (\d+)\]: (.*)")
 
 @dataclass(frozen=True)
 class Program:
-    """One script, and how it is run."""
+    """A script, with its arguments and number of ranks."""
 
     name: str
     arguments: tuple[str, ...] = ()
     ranks: int = 4
     line_count: int = 1
-    """Least number of lines that its ranks print together."""
+    """Minimum number of lines that its ranks print together."""
 
 
 COMPARED = (
@@ -50,13 +50,13 @@ COMPARED = (
 
 
 def on_gloo(program: Program, folder: Path) -> dict[int, list[str]]:
-    """What each rank prints as a process.
+    """Return the lines that each rank prints as a process.
 
     Raises:
-        RuntimeError: It did not come to its end.
+        RuntimeError: The run failed.
     """
     logs = folder / "logs"
-    # Out of the folder in which it runs, since scripts look for what is there.
+    # Outside the folder of the run, because scripts search that folder for files.
     run = folder / "run"
     run.mkdir()
     words = (
@@ -71,10 +71,10 @@ def on_gloo(program: Program, folder: Path) -> dict[int, list[str]]:
 
 
 def on_simulated_ranks(program: Program, folder: Path, *options: str) -> dict[int, list[str]]:
-    """What each rank prints as a rank of a simulated world that adds as gloo does.
+    """Return the lines that each rank prints in a simulated world that adds like gloo.
 
     Raises:
-        RuntimeError: It did not come to its end.
+        RuntimeError: The run failed.
     """
     words = (
         *(sys.executable, "-m", "zero_sim", "torchrun", "--order", "gloo"),
@@ -84,7 +84,7 @@ def on_simulated_ranks(program: Program, folder: Path, *options: str) -> dict[in
 
 
 def by_rank(printed: str, ranks: int) -> dict[int, list[str]]:
-    """Lines that `zero-sim torchrun` told by rank."""
+    """Split the output of `zero-sim torchrun` by rank."""
     lines: dict[int, list[str]] = {rank: [] for rank in range(ranks)}
     for line in printed.splitlines():
         if told := _OF_RANK.fullmatch(line):
@@ -114,7 +114,7 @@ def _run(words: tuple[str, ...], program: Program, folder: Path, logs: Path | No
 
 
 def difference(real: dict[int, list[str]], simulated: dict[int, list[str]]) -> str:
-    """The first line that is not the same, in words; empty where all are."""
+    """Describe the first line that differs; empty if all lines are equal."""
     for rank in sorted(real.keys() | simulated.keys()):
         mine, theirs = simulated.get(rank, []), real.get(rank, [])
         for number, (a, b) in enumerate(zip(mine, theirs, strict=False), start=1):
@@ -126,10 +126,10 @@ def difference(real: dict[int, list[str]], simulated: dict[int, list[str]]) -> s
 
 
 def compare(program: Program, folder: Path) -> tuple[list[str], int, dict[str, float]]:
-    """Run a script all ways.
+    """Run a script on gloo and in every simulated setting.
 
     Returns:
-        What differs, the number of lines compared, and seconds by way.
+        Differences, the number of lines compared, and seconds per setting.
     """
     seconds: dict[str, float] = {}
     started = time.monotonic()
@@ -151,7 +151,7 @@ def compare(program: Program, folder: Path) -> tuple[list[str], int, dict[str, f
 
 
 def main(names: list[str]) -> int:
-    """Compare all, or those named; print a row for each."""
+    """Compare the named scripts, or all, and print a row for each."""
     chosen = [each for each in COMPARED if not names or each.name in names]
     if unknown := set(names) - {each.name for each in COMPARED}:
         print(f"expected scripts among {', '.join(each.name for each in COMPARED)}; got {unknown}")

@@ -1,4 +1,4 @@
-"""Scripts written to a folder and run on a world, in process."""
+"""Scripts that are written to a folder and run on a world in this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Launch = Callable[..., ScriptRun]
 
 @pytest.fixture
 def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
-    """Run a script, given as text or by name, in an empty folder; other files are given by name."""
+    """Function that runs a script, given as text or by name, in a new folder with other files."""
 
     def run(
         source: str = "",

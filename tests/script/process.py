@@ -1,7 +1,7 @@
-"""A script as one process of torchrun, which leaves without taking its interpreter down.
+"""Run a script as a torchrun process that exits without finalizing its interpreter.
 
-A thread of torch that wants Python while that happens ends the process by SIGABRT ("terminate
-called without an active exception"), now and then, after all that the script did.
+A torch thread that needs Python during finalization sometimes aborts the process ("terminate
+called without an active exception"), after the script has ended.
 """
 
 import atexit

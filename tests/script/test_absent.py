@@ -1,4 +1,4 @@
-"""Scripts that want GPUs, packages of kernels or the compiler."""
+"""Scripts that need GPUs, kernel packages or the compiler."""
 
 import importlib.util
 
@@ -22,7 +22,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a mach
         "    dist.barrier()".replace("\ndist.init", "\n    dist.init"),
     ],
 )
-def test_a_script_that_fails_without_gpu_runs_again_with_simulated_ones(launch, capfd, source):
+def test_script_that_fails_without_gpu_is_rerun_with_simulated_gpus(launch, capfd, source):
     run = launch(source)
     assert run.failure is None, run.ending
     assert run.settings.cuda_is_cpu
@@ -30,7 +30,7 @@ def test_a_script_that_fails_without_gpu_runs_again_with_simulated_ones(launch, 
 
 
 @without_gpu
-def test_gpus_of_a_script_that_starts_a_rank_for_each(launch):
+def test_script_that_starts_one_rank_per_gpu_gets_simulated_gpus(launch):
     run = launch(
         "import torch, torch.distributed as dist, torch.multiprocessing as mp\n"
         "def work(rank, count):\n"
@@ -45,20 +45,20 @@ def test_gpus_of_a_script_that_starts_a_rank_for_each(launch):
 
 
 @without_gpu
-def test_a_script_that_goes_on_without_gpu_is_left_alone(launch):
+def test_script_that_runs_without_gpu_is_not_rerun(launch):
     run = launch(f"{JOIN}print('cuda' if torch.cuda.is_available() else 'cpu')\ndist.barrier()")
     assert run.output == ("cpu",)
     assert not run.settings.cuda_is_cpu
 
 
 @without_gpu
-def test_a_script_that_reports_the_number_of_gpus_is_left_alone(launch):
+def test_script_that_reports_the_number_of_gpus_is_not_rerun(launch):
     run = launch("import torch\nprint(f'training with {torch.cuda.device_count()} GPUs')")
     assert not run.settings.cuda_is_cpu
 
 
 @without_gpu
-def test_another_failure_is_no_wish_for_a_gpu(launch):
+def test_unrelated_failure_is_not_rerun_with_gpus(launch):
     run = launch(f"{JOIN}torch.cuda.is_available()\n1 // 0")
     assert not run.settings.cuda_is_cpu
 
@@ -79,9 +79,9 @@ def add_one(x, n: tl.constexpr):
     reason="needs an environment without these packages",
 )
 class TestKernels:
-    """Packages of kernels that are not installed."""
+    """Kernel packages that are not installed."""
 
-    def test_may_be_imported(self, launch, capfd):
+    def test_missing_kernel_packages_can_be_imported(self, launch, capfd):
         run = launch(f"{KERNEL}{JOIN}dist.barrier()")
         assert run.failure is None, run.ending
         assert "imports kernels that are not installed" in capfd.readouterr().err
@@ -93,11 +93,11 @@ class TestKernels:
             ("flash_attn_func(1, 2, 3)", "flash_attn.flash_attn_interface.flash_attn_func"),
         ],
     )
-    def test_fail_by_name_when_called(self, launch, call, name):
+    def test_missing_kernel_fails_by_name_when_called(self, launch, call, name):
         run = launch(f"{KERNEL}{JOIN}{call}")
         assert f"kernel {name!r}" in run.ending
 
-    def test_a_script_that_goes_on_without_them_is_left_alone(self, launch):
+    def test_script_that_handles_missing_kernels_is_unchanged(self, launch):
         run = launch(
             f"{JOIN}try:\n    import triton\nexcept ImportError:\n    print('none')\n"
             "from torch.utils._triton import has_triton_package\nassert not has_triton_package()"
@@ -105,7 +105,7 @@ class TestKernels:
         assert run.output == ("none",), run.ending
 
 
-def test_the_compiler_is_off(launch, capfd):
+def test_torch_compile_is_off(launch, capfd):
     run = launch(
         f"{JOIN}@torch.compile(mode='max-autotune')\ndef double(x):\n    return x * 2\n"
         "model = torch.compile(torch.nn.Linear(2, 2))\n"

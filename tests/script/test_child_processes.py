@@ -1,4 +1,4 @@
-"""Processes that ranks start and that are no ranks."""
+"""Child processes of ranks that are not ranks themselves."""
 
 import sys
 
@@ -8,7 +8,7 @@ from zero_sim.script import child_guard
 from zero_sim.script.child_guard import REFUSED_STATUS, GuardedRun, NoRank
 
 
-def test_other_processes_work(launch):
+def test_child_processes_of_ranks_work(launch):
     run = launch(
         "import multiprocessing, sys\n"
         "class Own(multiprocessing.get_context('fork').Process):\n"
@@ -31,11 +31,11 @@ def test_other_processes_work(launch):
 
 
 class TestGuardedRun:
-    """What runs in the process itself."""
+    """Guard around a function that runs in the child process."""
 
     @pytest.fixture
     def c10d(self, tmp_path, monkeypatch):
-        """A module in the place of torch's, not imported yet."""
+        """Replace torch's c10d by a module that is not imported yet."""
         (tmp_path / "stand_in_c10d.py").write_text(
             "def rendezvous():\n    pass\ndef _new_process_group_helper():\n    pass\n"
         )
@@ -47,7 +47,9 @@ class TestGuardedRun:
 
     @pytest.mark.parametrize("is_imported", [False, True])
     @pytest.mark.parametrize("name", ["rendezvous", "_new_process_group_helper"])
-    def test_guards_torch_whenever_it_is_imported(self, c10d, capsys, name, is_imported):
+    def test_joining_a_group_is_refused_before_and_after_import(
+        self, c10d, capsys, name, is_imported
+    ):
         if is_imported:
             import stand_in_c10d  # noqa: F401
 
@@ -61,9 +63,9 @@ class TestGuardedRun:
         assert ended.value.code == REFUSED_STATUS
         assert capsys.readouterr().err == "Error: expected a rank\n"
 
-    def test_passes_on_what_else_is_raised(self, c10d):
+    def test_other_errors_are_passed_on(self, c10d):
         with pytest.raises(ZeroDivisionError):
             GuardedRun(lambda: 1 // 0, "expected a rank")()
 
-    def test_is_a_mistake_of_the_user(self):
+    def test_no_rank_is_a_usage_error(self):
         assert issubclass(NoRank, child_guard.UsageError)

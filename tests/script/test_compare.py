@@ -1,4 +1,4 @@
-"""The first thing that differs between two runs, in words."""
+"""Description of the first difference between two runs."""
 
 import re
 
@@ -34,7 +34,7 @@ def test_equal_runs_do_not_differ():
     assert first_difference(*made) == ""
 
 
-def test_the_earliest_point_of_any_rank_is_told():
+def test_earliest_differing_point_of_any_rank_is_reported():
     first = run(0, points=((point(w="a"), point(visit=1, w="a")), (point(w="a", b="b", c="c"),)))
     other = run(4, points=((point(w="a"), point(visit=1, w="z")), (point(w="a", b="y", c="x"),)))
     assert first_difference(first, other).splitlines() == [
@@ -45,7 +45,7 @@ def test_the_earliest_point_of_any_rank_is_told():
     ]
 
 
-def test_what_is_there_in_one_run_alone_is_told():
+def test_value_of_only_one_run_is_reported():
     told = first_difference(run(0, points=((point(),),)), run(1, points=((point(w="a"),),)))
     assert "differs in w\n  seed 0: not there\n" in told
 
@@ -57,11 +57,11 @@ def test_what_is_there_in_one_run_alone_is_told():
         ((point(), point(visit=1)), "only with seed 0, rank 0 reached point 'step', visit 1"),
     ],
 )
-def test_other_ways_are_told(points, said):
+def test_different_points_are_reported(points, said):
     assert said in first_difference(run(0, points=(points,)), run(1, points=((point(),),)))
 
 
-def test_a_run_that_ended_early_is_told_by_its_end():
+def test_different_endings_are_reported():
     first = run(0, points=((point(),),), output=("x",))
     other = run(1, points=((),), ending="rank 0 raised", failure=ValueError())
     assert first_difference(first, other) == (
@@ -69,7 +69,7 @@ def test_a_run_that_ended_early_is_told_by_its_end():
     )
 
 
-def test_lines_are_numbered_as_they_were_printed():
+def test_lines_keep_their_numbers_if_some_are_ignored():
     first = run(0, output=("took 1 s", "loss 2"))
     other = run(1, output=("took 2 s", "loss 2", "done"))
     assert "line 1 of" in first_difference(first, other)

@@ -1,4 +1,4 @@
-"""Scripts that want GPUs, on the CPU."""
+"""Scripts for GPUs, run on the CPU."""
 
 import subprocess
 import sys
@@ -84,12 +84,12 @@ print(torch.cuda.current_device(), torch.cuda.memory_allocated(), torch.cuda.get
     assert torch.cuda.is_available is before
 
 
-def test_a_device_that_the_node_lacks_is_an_error(launch):
+def test_missing_device_index_is_an_error(launch):
     run = launch("import torch\ntorch.cuda.set_device(2)\n", cuda_is_cpu=True)
     assert "invalid device ordinal: expected below 2" in run.ending
 
 
-def test_without_being_asked_cuda_is_what_it_is(launch):
+def test_cuda_is_unchanged_by_default(launch):
     run = launch("import torch\nprint(torch.cuda.device_count())\n")
     assert run.output == (str(torch.cuda.device_count()),)
 
@@ -104,5 +104,5 @@ with CudaOnCpu(device_count=1, rank=lambda: 0).installed():
 """
 
 
-def test_the_compiler_finds_rules_after_it_forgot_them():
+def test_compiler_rules_are_found_after_a_cache_clear():
     subprocess.run([sys.executable, "-c", ASKS_FOR_A_RULE], check=True)

@@ -1,4 +1,4 @@
-"""What ends a script, and what is said of it."""
+"""Ends of scripts, and their description."""
 
 import pytest
 
@@ -13,7 +13,7 @@ rank = dist.get_rank()
 """
 
 
-def test_a_rank_that_raises_is_named_with_frames_of_the_script_alone(launch):
+def test_raising_rank_is_named_with_frames_of_the_script_only(launch):
     run = launch(
         BEGIN + "def step():\n    if rank == 1:\n        raise ValueError('bad batch')\n"
         "    dist.barrier()\nstep()\n"
@@ -25,12 +25,12 @@ def test_a_rank_that_raises_is_named_with_frames_of_the_script_alone(launch):
 
 
 @pytest.mark.parametrize(("code", "said"), [("3", "3"), ("'no data'", "'no data'")])
-def test_an_exit_with_an_error_is_named(launch, code, said):
+def test_exit_with_an_error_is_named(launch, code, said):
     run = launch(BEGIN + f"if rank == 1:\n    sys.exit({code})\ndist.barrier()\n")
     assert run.ending == f"rank 1 exited with {said} at train.py:8"
 
 
-def test_an_import_that_fails_is_the_ranks(launch):
+def test_failed_import_is_an_error_of_the_rank(launch):
     run = launch(BEGIN + "import no_such_module\n")
     assert run.ending == (
         "rank 0 raised ModuleNotFoundError at train.py:7: No module named 'no_such_module'"
@@ -38,7 +38,7 @@ def test_an_import_that_fails_is_the_ranks(launch):
     assert "importlib" not in str(run.failure)
 
 
-def test_a_gradient_read_before_its_wait_is_a_race(launch):
+def test_gradient_read_before_its_wait_is_a_race(launch):
     source = (
         BEGIN
         + """
@@ -56,7 +56,7 @@ for work in works:
     assert "issued at train.py:10" in str(named.failure)
 
 
-def test_a_gradient_changed_in_flight_is_found_without_looking_at_operations(launch):
+def test_gradient_changed_in_flight_is_found_without_race_detector(launch):
     run = launch(
         BEGIN
         + """
@@ -71,7 +71,7 @@ work.wait()
     assert "issued at train.py:9" in str(run.failure)
 
 
-def test_calls_that_do_not_fit_each_other_are_named_with_both_lines(launch):
+def test_mismatched_calls_are_named_with_both_lines(launch):
     run = launch(
         BEGIN
         + """
@@ -89,7 +89,7 @@ dist.barrier()
     assert "rank 1: barrier() at train.py:14" in str(run.failure)
 
 
-def test_a_rank_that_never_comes_is_in_the_table(launch):
+def test_missing_rank_is_in_the_table(launch):
     run = launch(BEGIN + "if rank != 2:\n    dist.barrier()\n", ranks=4)
     assert isinstance(run.failure, Deadlock)
     assert run.ending.endswith("ranks that never came: 2")
@@ -97,12 +97,12 @@ def test_a_rank_that_never_comes_is_in_the_table(launch):
     assert "rank 2: returned" in str(run.failure)
 
 
-def test_the_world_is_as_new_after_a_failure(launch):
+def test_world_is_clean_after_a_failure(launch):
     assert launch(BEGIN + "raise ValueError\n").failure is not None
     assert launch(BEGIN + "print(dist.get_world_size())\n").output == ("2",)
 
 
-def test_many_ranks_are_as_good_as_few(launch):
+def test_script_runs_on_100_ranks(launch):
     run = launch(
         BEGIN + "import mine\nx = torch.ones(1) * rank\ndist.all_reduce(x)\nprint(x.item())\n",
         files={"mine.py": "GROUP = None"},

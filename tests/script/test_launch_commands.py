@@ -1,4 +1,4 @@
-"""Scripts that launch ranks by commands of torchrun and its like."""
+"""Scripts that launch ranks by torchrun or similar commands."""
 
 import pytest
 
@@ -23,14 +23,14 @@ from zero_sim.script.launch_commands import torchrun_arguments
         ("", None),
     ],
 )
-def test_commands_that_launch_ranks(command, expected):
+def test_launch_commands_are_recognized(command, expected):
     words = None if expected is None else expected.split()
     assert torchrun_arguments(command, shell=True) == words
     if "|" not in command:
         assert torchrun_arguments(command.split()) == words
 
 
-def test_accelerate_that_sets_up_more_is_refused():
+def test_accelerate_with_other_options_is_refused():
     with pytest.raises(UsageError, match="got --mixed_precision"):
         torchrun_arguments(["accelerate", "launch", "--mixed_precision", "bf16", "a.py"])
 
@@ -49,7 +49,7 @@ INNER = {
         ("os.system('python -m torch.distributed.run --nproc_per_node=3 inner.py {}') // 256", 0),
     ],
 )
-def test_are_run_as_ranks_of_one_process(launch, capfd, call, status):
+def test_launched_ranks_run_in_one_process(launch, capfd, call, status):
     run = launch(f"import os, subprocess\nprint({call.format(status)})", files=INNER, ranks=1)
     assert run.output == (str(status),), run.ending
     out, err = capfd.readouterr()
@@ -57,6 +57,6 @@ def test_are_run_as_ranks_of_one_process(launch, capfd, call, status):
     assert "runs as `zero-sim torchrun`, in its own process." in err
 
 
-def test_other_commands_are_left_alone(launch):
+def test_other_commands_are_run_unchanged(launch):
     run = launch("import subprocess\nprint(subprocess.check_output('echo 5', shell=True))")
     assert run.output == ("b'5\\n'",)

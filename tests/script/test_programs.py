@@ -1,4 +1,4 @@
-"""Scripts in the manner of public examples: they run as they are, under every timing."""
+"""Scripts like public examples run unmodified under every timing."""
 
 import sys
 
@@ -18,10 +18,10 @@ ALL = (
         )
     ),
 )
-"""With whether its devices are named cuda."""
+"""Programs, each with True if its devices are named cuda."""
 
 
-# What torch warns of is what it says to those who wrote such scripts.
+# torch's warnings are meant for the authors of such scripts.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("program", "cuda_is_cpu"),
@@ -47,7 +47,7 @@ def test_programs_print_the_same_eager_and_hostile(launch, tmp_path, capfd, prog
     assert printed[0] == printed[1]
 
 
-def test_a_snapshot_is_found_by_the_next_run(launch, tmp_path):
+def test_snapshot_is_found_by_the_next_run(launch, tmp_path):
     how = {"program": "ddp_tutorial.py", "ranks": 2, "cuda_is_cpu": True}
     launch("", "1", "1", **how)
     assert set(torch.load(tmp_path / "snapshot.pt")["MODEL_STATE"]) == {"weight", "bias"}
@@ -57,9 +57,9 @@ def test_a_snapshot_is_found_by_the_next_run(launch, tmp_path):
     assert "datautils" not in sys.modules
 
 
-def test_every_line_is_that_of_real_processes(launch, tmp_path, capfd):
-    # Slow: four processes import torch and meet over gloo, which nothing else can stand for. The
-    # other programs, and the hostile timing, are for `make scripts`.
+def test_output_equals_that_of_real_processes(launch, tmp_path, capfd):
+    # Slow, because four real processes import torch and meet over gloo. `make scripts` covers the
+    # other programs and hostile timing.
     (gpt,) = (program for program in COMPARED if program.name == "gpt.py")
     real = on_gloo(gpt, tmp_path)
     assert sum(map(len, real.values())) >= gpt.line_count
@@ -69,7 +69,7 @@ def test_every_line_is_that_of_real_processes(launch, tmp_path, capfd):
         assert difference(real, by_rank(capfd.readouterr().out, gpt.ranks)) == ""
 
 
-def test_a_line_that_differs_is_told():
+def test_differing_line_is_reported():
     assert difference({0: ["a"], 1: ["b"]}, {0: ["a"], 1: ["c"]}) == (
         "rank 1, line 1: simulated 'c', gloo 'b'"
     )

@@ -1,4 +1,4 @@
-"""What a script finds and changes in its process is its rank's own."""
+"""Process-wide state that a script reads or changes is private to its rank."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ rank = int(os.environ["RANK"])
 JOIN = BEGIN + "dist.init_process_group()\n"
 
 
-def test_the_environment_is_that_of_torchrun(launch, capsys):
+def test_environment_is_that_of_torchrun(launch, capsys):
     run = launch(
         """
         import os
@@ -33,7 +33,7 @@ def test_the_environment_is_that_of_torchrun(launch, capsys):
     assert "RANK" not in os.environ
 
 
-def test_what_a_rank_sets_no_other_rank_sees(launch, capsys):
+def test_state_that_a_rank_sets_is_hidden_from_other_ranks(launch, capsys):
     before = {"argv": sys.argv, "path": sys.path, "cwd": os.getcwd(), "print": print}
     run = launch(
         JOIN
@@ -73,7 +73,7 @@ print("a program sees", said.strip())
     assert "some.where" not in logging.root.manager.loggerDict
 
 
-def test_globals_of_own_modules_are_a_ranks_own(launch):
+def test_globals_of_the_scripts_modules_are_rank_local(launch):
     run = launch(
         JOIN
         + """
@@ -110,7 +110,7 @@ print(x.tolist())
     assert not {"mesh", "pkg", "pkg.state"} & sys.modules.keys()
 
 
-def test_a_rank_may_wait_in_the_middle_of_an_import(launch):
+def test_rank_may_wait_during_an_import(launch):
     run = launch(
         JOIN + "import meets\nprint(meets.total)",
         files={
@@ -128,7 +128,7 @@ def test_a_rank_may_wait_in_the_middle_of_an_import(launch):
     assert run.output == ("2.0",)
 
 
-def test_named_packages_are_a_ranks_own_and_others_are_shared(launch, tmp_path, monkeypatch):
+def test_only_named_packages_are_rank_local(launch, tmp_path, monkeypatch):
     for name in ("ours", "theirs"):
         (tmp_path / "site-packages" / name).mkdir(parents=True)
         (tmp_path / "site-packages" / name / "__init__.py").write_text("seen = []\n")
@@ -151,7 +151,7 @@ print(ours.seen, sorted(theirs.seen))
     assert run.output == ("[0] [0, 1]",)
 
 
-def test_modules_are_found_by_name_as_with_dash_m(launch):
+def test_module_is_run_by_name_like_python_m(launch):
     run = launch(
         "",
         "--lr",
@@ -213,7 +213,7 @@ sys.exit(0)
     assert run.output == ("first",)
 
 
-def test_no_group_is_there_until_the_script_makes_it(launch):
+def test_no_group_exists_until_the_script_creates_it(launch):
     run = launch(
         BEGIN
         + """
@@ -237,14 +237,14 @@ print(dist.is_initialized())
     )
 
 
-def test_another_place_than_the_ranks_own_is_refused(launch):
+def test_rank_or_world_size_of_another_rank_is_refused(launch):
     run = launch(BEGIN + "dist.init_process_group('gloo', rank=0, world_size=2)\n")
     assert run.ending.startswith("rank 1 raised ValueError at train.py:6: expected rank=1 in init_")
     run = launch(BEGIN + "dist.init_process_group('gloo', rank=rank, world_size=1)\n")
     assert "expected world_size=2 in init_process_group" in run.ending
 
 
-def test_a_mesh_makes_the_group(launch):
+def test_mesh_creates_the_default_group(launch):
     run = launch(
         BEGIN
         + """
@@ -257,7 +257,7 @@ print(dist.is_initialized(), mesh.get_local_rank())
     assert run.output == ("True 0",)
 
 
-def test_what_is_left_to_chance_comes_from_the_seed_and_the_rank(launch, capsys):
+def test_random_numbers_depend_on_seed_and_rank(launch, capsys):
     source = """
     import random
     import torch
@@ -269,7 +269,7 @@ def test_what_is_left_to_chance_comes_from_the_seed_and_the_rank(launch, capsys)
     assert ranks[0] != ranks[1]
 
 
-def test_an_operator_of_one_name_is_each_ranks_own(launch, capsys):
+def test_custom_operators_are_rank_local(launch, capsys):
     source = """
 import torch
 import torch.distributed as dist
@@ -291,7 +291,7 @@ print(scaled(torch.ones(1)).item(), torch.ops.zero_sim_tests.scaled(torch.ones(1
         assert lines == ["[rank 0]: 4.0 4.0", "[rank 1]: 3.0 3.0"]
 
 
-def test_a_library_that_each_rank_defines_is_an_error_that_says_so(launch):
+def test_library_defined_by_each_rank_is_an_error(launch):
     run = launch(
         BEGIN + "lib = torch.library.Library('zero_sim_tests_lib', 'DEF')\n"
         "dist.init_process_group()\ndist.barrier()\n"
@@ -299,7 +299,7 @@ def test_a_library_that_each_rank_defines_is_an_error_that_says_so(launch):
     assert "which can define a library only once. Use torch.library.custom_op" in run.failure.report
 
 
-def test_packages_that_keep_a_rank_are_each_ranks_own(launch, monkeypatch, tmp_path):
+def test_packages_with_rank_state_are_rank_local(launch, monkeypatch, tmp_path):
     folder = tmp_path / "site-packages"
     (folder / "accelerate").mkdir(parents=True)
     (folder / "accelerate" / "__init__.py").write_text("state = {}\n")

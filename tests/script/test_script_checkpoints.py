@@ -1,4 +1,4 @@
-"""Named points: nothing outside of a run, and hashes of all there is inside of one."""
+"""Named points: ignored outside a run, and hashes of all values inside one."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def digests(*things):
     return dict(recorder.points[0].digests)
 
 
-def test_elsewhere_it_does_nothing():
+def test_checkpoint_outside_a_run_does_nothing():
     class Untouchable:
         def __getattribute__(self, name):
             raise AssertionError(name)
@@ -22,7 +22,7 @@ def test_elsewhere_it_does_nothing():
     assert zero_sim.checkpoint_here("after step", Untouchable()) is None
 
 
-def test_everything_is_named():
+def test_every_tensor_has_a_name():
     model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.BatchNorm1d(1))
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(3, 2)).sum().backward()
@@ -35,7 +35,7 @@ def test_everything_is_named():
     assert {"scale[0]", "scale[1]"} <= names
 
 
-def test_an_optimizer_alone_counts_its_params():
+def test_optimizer_without_model_numbers_its_params():
     param = torch.nn.Parameter(torch.ones(2))
     param.grad = torch.ones(2)
     optimizer = torch.optim.SGD([param], momentum=0.9)
@@ -43,7 +43,7 @@ def test_an_optimizer_alone_counts_its_params():
     assert set(digests(optimizer)) == {"optimizer param 0.momentum_buffer"}
 
 
-def test_hashes_tell_bits_dtypes_and_shapes_apart():
+def test_hashes_depend_on_bits_dtype_and_shape():
     values = [
         torch.zeros(2),
         -torch.zeros(2),
@@ -57,7 +57,7 @@ def test_hashes_tell_bits_dtypes_and_shapes_apart():
     assert digests(values[0]) == digests(torch.zeros(4)[::2])
 
 
-def test_tensors_without_memory_and_sparse_ones_have_hashes():
+def test_tensors_without_memory_and_sparse_tensors_have_hashes():
     freed = torch.ones(3)
     freed.untyped_storage().resize_(0)
     sparse = torch.eye(2).to_sparse()
@@ -66,6 +66,6 @@ def test_tensors_without_memory_and_sparse_ones_have_hashes():
     assert found["value 2"] == found["value 4"]
 
 
-def test_what_has_no_bits_to_compare_is_refused():
+def test_value_without_bits_is_refused():
     with pytest.raises(UsageError, match="lists and tuples of these, got object"):
         digests({"config": object()})

@@ -57,7 +57,7 @@ def test_started_processes_are_ranks(launch, call):
     assert run.output == ("3.0 [0] ['--steps', '2']",)
 
 
-def test_a_fork_needs_no_guard_and_has_the_variables_of_its_starter(launch):
+def test_fork_needs_no_guard_and_inherits_variables(launch):
     run = launch(
         START + "if len(sys.argv) < 9:\n    option = [4]\n"
         "def work(rank): option.append(total(rank, 2)); print(option)\n"
@@ -69,12 +69,12 @@ def test_a_fork_needs_no_guard_and_has_the_variables_of_its_starter(launch):
     assert run.output == ("[4, 1.0]",), run.ending
 
 
-def test_a_spawned_process_without_guard_is_refused_as_by_python(launch):
+def test_spawn_without_guard_is_refused_like_in_python(launch):
     run = launch(START + "mp.spawn(work, args=(2,), nprocs=2)")
     assert "An attempt has been made to start a new process" in run.ending
 
 
-def test_worlds_come_one_after_another(launch):
+def test_script_may_start_several_worlds_in_turn(launch):
     run = launch(
         MAIN + "    for size in (2, 3):\n"
         "        mp.spawn(work, args=(size, size), nprocs=size)\n"
@@ -84,7 +84,7 @@ def test_worlds_come_one_after_another(launch):
     assert run.output == ("1.0 [0] [] 2", "3.0 [0] [] 3", "end False")
 
 
-def test_a_module_of_the_script_is_a_ranks_own(launch):
+def test_modules_of_the_script_are_rank_local(launch):
     run = launch(
         "import torch.multiprocessing as mp, work\n"
         "if __name__ == '__main__':\n    mp.spawn(work.work, args=(2,), nprocs=2)\n",
@@ -109,7 +109,7 @@ def test_queues_carry_results(launch):
     assert run.output == ("[(0, 6.0), (1, 6.0)]",), run.ending
 
 
-def test_ranks_wait_for_one_another_by_locks_and_pipes(launch):
+def test_ranks_synchronize_by_locks_and_pipes(launch):
     run = launch(
         START + "def work(rank, world_size, lock, end):\n"
         "    join(rank, world_size)\n"
@@ -131,7 +131,7 @@ def test_ranks_wait_for_one_another_by_locks_and_pipes(launch):
     assert run.failure is None, run.ending
 
 
-def test_a_rank_that_waits_for_a_message_that_nobody_sends(launch):
+def test_wait_for_a_message_that_is_never_sent_is_reported(launch):
     run = launch(
         START + "def work(rank, end):\n    join(rank, 2)\n    end.recv()\n"
         "if __name__ == '__main__':\n"
@@ -143,7 +143,7 @@ def test_a_rank_that_waits_for_a_message_that_nobody_sends(launch):
 
 
 class TestFailures:
-    """How ranks fail, and what their starter sees of it."""
+    """Failures of ranks, and their effect on the process that started them."""
 
     CATCH = """
     try:
@@ -169,7 +169,7 @@ class TestFailures:
             ("dist.all_reduce(torch.ones(1 + rank))", CATCH, ContractViolation, "ContractV"),
         ],
     )
-    def test_ends_the_run(self, launch, body, catch, failure, output):
+    def test_failure_ends_the_run(self, launch, body, catch, failure, output):
         run = launch(
             f"{START}def work(rank):\n    join(rank, 3)\n    {body}\n    dist.barrier()\n"
             f"if __name__ == '__main__':\n{catch}"
@@ -177,7 +177,7 @@ class TestFailures:
         assert isinstance(run.failure, failure), run.ending
         assert run.output[0].startswith(output)
 
-    def test_a_rank_starts_no_ranks(self, launch):
+    def test_rank_that_starts_ranks_is_refused(self, launch):
         run = launch(
             START + "def outer(rank):\n    join(rank, 2)\n    mp.spawn(work, (2,), 2)\n"
             "if __name__ == '__main__':\n    mp.spawn(outer, nprocs=2)"
@@ -185,7 +185,7 @@ class TestFailures:
         assert "expected ranks to start no further ranks, got processes that rank 0" in run.ending
 
 
-def test_a_function_that_joins_a_group_by_a_name_that_is_computed(launch):
+def test_function_that_joins_by_a_computed_name_is_a_rank(launch):
     run = launch(
         "import multiprocessing, torch, torch.distributed as dist\n"
         "def work(rank):\n"
@@ -201,7 +201,7 @@ def test_a_function_that_joins_a_group_by_a_name_that_is_computed(launch):
     assert run.output == ("2",), run.ending
 
 
-def test_seeds_repeat_and_timing_is_the_settings(launch):
+def test_runs_repeat_by_seed_under_the_set_timing(launch):
     source = MAIN + "    mp.spawn(work, args=(4, torch.rand(1).item()), nprocs=4)"
     runs = [launch(source, seed=seed, timing="hostile", races=True) for seed in (3, 3, 4)]
     assert runs[0].output == runs[1].output != runs[2].output
@@ -218,7 +218,7 @@ def test_workers_of_a_data_loader_stay_processes(launch):
     assert run.output == ("56",), run.ending
 
 
-def test_a_starter_that_is_rank_0_itself_is_refused(launch):
+def test_starter_as_rank_0_is_refused(launch):
     run = launch(
         MAIN + "    processes = [mp.Process(target=work, args=(rank, 3)) for rank in (1, 2)]\n"
         "    for process in processes: process.start()\n"
@@ -230,7 +230,7 @@ def test_a_starter_that_is_rank_0_itself_is_refused(launch):
     )
 
 
-def test_a_file_of_a_store_is_there_until_its_starter_ends(launch):
+def test_store_file_exists_until_its_starter_ends(launch):
     run = launch(
         START + "import tempfile\n"
         "def work(rank, name):\n"

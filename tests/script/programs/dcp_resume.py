@@ -1,4 +1,4 @@
-"""FSDP2 with torch's distributed checkpoint: train, save, build anew, load, go on."""
+"""FSDP2 with torch's distributed checkpoint: train, save, rebuild, load, go on."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""DDP in the manner of torch's tutorial: DataLoader, DistributedSampler, snapshot by rank 0."""
+"""DDP like in torch's tutorial: DataLoader, DistributedSampler, snapshot by rank 0."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""FSDP2 in the manner of torch's example: meta init, mixed precision, checkpoint on rank 0."""
+"""FSDP2 like in torch's example: meta init, mixed precision, checkpoint on rank 0."""
 
 import os
 

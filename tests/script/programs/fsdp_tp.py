@@ -85,7 +85,7 @@ for layer in model.layers:
 fully_shard(model, mesh=dp_mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2, foreach=True)
 for index in range(3):
-    # The same batch for all ranks that share one.
+    # Ranks of one tensor-parallel group get the same batch.
     torch.manual_seed(100 * index + dp_mesh.get_local_rank())
     tokens = torch.randint(vocab, (2, 6), device=device_type)
     logits = model(tokens[:, :4])

@@ -1,4 +1,4 @@
-"""Groups in module globals, as frameworks for large models keep them."""
+"""Groups in module globals, as in frameworks for large models."""
 
 import torch.distributed as dist
 

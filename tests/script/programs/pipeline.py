@@ -1,4 +1,4 @@
-"""A pipeline in the manner of torch's tutorial: a stage a rank, micro-batches by a schedule."""
+"""A pipeline like that of torch's tutorial: one stage per rank, scheduled micro-batches."""
 
 import os
 

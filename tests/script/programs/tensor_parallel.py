@@ -1,4 +1,4 @@
-"""Tensor and sequence parallel in the manner of torch's examples."""
+"""Tensor and sequence parallel like in torch's examples."""
 
 import os
 

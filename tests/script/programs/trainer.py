@@ -1,4 +1,4 @@
-"""A trainer as people write them: settings from a file, workers, a progress bar, bf16 autocast."""
+"""A typical trainer: settings from a file, workers, a progress bar, bf16 autocast."""
 
 import argparse
 import dataclasses
@@ -59,7 +59,7 @@ def progress(iterable, *, total, disable):
 
 
 class Stop:
-    """Set by a signal, as schedulers send one before they end a job."""
+    """Flag that a signal sets; schedulers send one before they end a job."""
 
     def __init__(self):
         self.asked = False
