@@ -1,4 +1,4 @@
-"""Marked tests of a user, of which simulated ranks and gloo processes make the same."""
+"""Marked tests of a user that give the same outcomes on simulated ranks and gloo processes."""
 
 SUMS = """
     import os

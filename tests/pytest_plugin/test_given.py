@@ -1,4 +1,4 @@
-"""Hypothesis's `@given` under the mark."""
+"""Hypothesis's `@given` on marked tests."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def run_given(pytester, run):
     return run_file
 
 
-def test_all_ranks_have_the_same_example(run_given):
+def test_all_ranks_get_the_same_example(run_given):
     run_given("""
     @pytest.mark.world_size(3)
     @given(n=st.integers(0, 100))
@@ -29,7 +29,7 @@ def test_all_ranks_have_the_same_example(run_given):
     """).assert_outcomes(passed=1)
 
 
-def test_a_failure_is_shrunk_and_names_its_rank(run_given):
+def test_failure_is_shrunk_and_names_its_rank(run_given):
     result = run_given("""
     @pytest.mark.world_size(2)
     @given(n=st.integers(0, 1000))
@@ -74,7 +74,7 @@ def test_methods_run_for_each_size(run_given):
     """).assert_outcomes(passed=2)
 
 
-def test_parametrized_tests_are_drawn_for(run_given):
+def test_given_works_with_parametrize(run_given):
     run_given("""
     @pytest.mark.parametrize("factor", [1, 2])
     @pytest.mark.world_size(2)
@@ -87,7 +87,7 @@ def test_parametrized_tests_are_drawn_for(run_given):
     """).assert_outcomes(passed=2)
 
 
-def test_draws_inside_of_ranks_are_refused(run_given):
+def test_draws_inside_ranks_are_refused(run_given):
     result = run_given("""
     @pytest.mark.world_size(2)
     @given(data=st.data())
@@ -98,7 +98,7 @@ def test_draws_inside_of_ranks_are_refused(run_given):
     result.stdout.fnmatch_lines(["*expected arguments that are drawn before the ranks start*"])
 
 
-def test_other_fixtures_of_a_function_are_checked_as_ever(run_given):
+def test_function_scoped_fixtures_are_still_refused(run_given):
     result = run_given("""
     @pytest.mark.world_size(2)
     @settings(suppress_health_check=[])

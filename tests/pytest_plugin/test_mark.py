@@ -1,4 +1,4 @@
-"""Marks that are wrong, and tests that a mark cannot stand on: none of them is green."""
+"""Wrong marks, and tests that cannot be marked: none of them passes."""
 
 from fnmatch import fnmatch
 from itertools import pairwise
@@ -154,14 +154,14 @@ NAMES = (
 )  # fmt: skip
 
 
-def test_what_would_be_green_without_having_run_is_refused(pytester, run):
+def test_marked_test_that_would_pass_without_running_is_refused(pytester, run):
     pytester.makepyfile(REFUSED)
     result = run("-rN")
     outcomes = result.parseoutcomes()
     assert set(outcomes) <= {"failed", "errors"}
     assert outcomes["failed"] + outcomes["errors"] == len(NAMES)
     lines = result.stdout.str().splitlines()
-    # Below each test's heading stands what is wrong with it.
+    # The error follows below each test's heading.
     told = {
         line.strip("_ ").removeprefix("ERROR at setup of "): after
         for line, after in pairwise(lines)
@@ -171,7 +171,7 @@ def test_what_would_be_green_without_having_run_is_refused(pytester, run):
         assert fnmatch(told[name], said), told[name]
 
 
-def test_the_mark_of_a_parameter_says_the_size(pytester, run):
+def test_mark_of_a_parameter_sets_the_size(pytester, run):
     pytester.makepyfile("""
         import pytest
         import torch.distributed as dist
@@ -185,7 +185,7 @@ def test_the_mark_of_a_parameter_says_the_size(pytester, run):
     run().assert_outcomes(passed=2)
 
 
-def test_the_mark_of_a_function_goes_before_that_of_its_class(pytester, run):
+def test_mark_of_a_function_overrides_that_of_its_class(pytester, run):
     pytester.makepyfile("""
         import pytest
 
@@ -201,7 +201,7 @@ def test_the_mark_of_a_function_goes_before_that_of_its_class(pytester, run):
     run().assert_outcomes(passed=2)
 
 
-def test_a_marked_item_of_another_plugin_is_refused(pytester, run):
+def test_marked_item_of_another_plugin_is_refused(pytester, run):
     pytester.makeconftest("""
         import pytest
 
@@ -217,7 +217,7 @@ def test_a_marked_item_of_another_plugin_is_refused(pytester, run):
     )
 
 
-def test_a_test_that_another_plugin_ran_is_not_green(pytester, run):
+def test_test_run_by_another_plugin_fails(pytester, run):
     pytester.makeconftest("""
         import pytest
 
@@ -237,7 +237,7 @@ def test_a_test_that_another_plugin_ran_is_not_green(pytester, run):
     result.stdout.fnmatch_lines(["*got a run by another plugin, on no rank*"])
 
 
-def test_a_skipped_test_may_be_marked_wrongly(pytester, run):
+def test_skipped_test_may_have_a_wrong_mark(pytester, run):
     pytester.makepyfile("""
         import pytest
 
@@ -250,7 +250,7 @@ def test_a_skipped_test_may_be_marked_wrongly(pytester, run):
 
 
 @pytest.mark.parametrize("sizes", ["1, 2, 4", "[1, 2, 4]"])
-def test_several_sizes_are_several_tests(pytester, run, sizes):
+def test_several_sizes_give_several_tests(pytester, run, sizes):
     pytester.makepyfile(f"""
         import pytest
         import torch.distributed as dist

@@ -10,13 +10,13 @@ pytest_plugins = ["pytester"]
 PAGE = (Path(__file__).parents[2] / "docs" / "tests-on-ranks.md").read_text()
 
 
-def test_the_tests_that_it_shows_pass(pytester, run):
+def test_examples_of_the_page_pass(pytester, run):
     code, _ = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     pytester.makepyfile(code)
     run().assert_outcomes(passed=6, skipped=1)
 
 
-def test_it_says_of_every_setting_what_processes_make_of_it():
+def test_real_processes_section_documents_every_setting():
     _, _, section = PAGE.partition("## On real processes")
     rows = re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)
     assert set(re.findall(r"`(\w+)`", " ".join(rows))) == set(WORLD_SETTINGS)

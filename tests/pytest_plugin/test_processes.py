@@ -1,4 +1,4 @@
-"""Marked tests on gloo processes, as a user's test session sees them."""
+"""Marked tests on gloo processes, in a user's test session."""
 
 import pytest
 
@@ -66,9 +66,9 @@ OWN = """
 OUTCOMES = {"passed": 3, "skipped": 2, "xfailed": 1, "failed": 14}
 
 
-def test_every_rank_is_a_process_and_every_process_counts(pytester, run):
+def test_outcome_depends_on_every_rank_process(pytester, run):
     pytester.makepyfile(SUMS + ENDS + OWN)
-    # Neither may reach a worker: the folder is not on the path here, nor are there processes.
+    # Neither may reach a worker, because this session has the folder off its path and no xdist.
     pytester.makepyfile(secrets="raise SystemExit('the current folder is on the path')")
     pytester.makeini("[pytest]\naddopts = -n 2 --strict-markers")
     result = run("--zero-sim-backend", "gloo", "-rsf", "-n0", "--import-mode=importlib")
@@ -98,7 +98,7 @@ def test_every_rank_is_a_process_and_every_process_counts(pytester, run):
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon"])
-def test_a_limit_that_is_none_is_refused(run, seconds):
+def test_invalid_timeout_is_refused(run, seconds):
     result = run("--zero-sim-backend", "gloo", f"--zero-sim-timeout={seconds}")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*argument --zero-sim-timeout: *"])

@@ -1,4 +1,4 @@
-"""Marked tests on the simulated world, as a user's test session sees them."""
+"""Marked tests on the simulated world, in a user's test session."""
 
 import os
 
@@ -13,19 +13,19 @@ MISMATCH = """
 """
 
 
-def test_a_marked_test_runs_on_every_rank(pytester, run):
+def test_marked_test_runs_on_every_rank(pytester, run):
     pytester.makepyfile(SUMS)
     run("-k", "sum").assert_outcomes(passed=2)
 
 
-def test_the_failing_rank_and_its_assertion_are_shown(pytester, run):
+def test_failing_rank_and_its_assertion_are_shown(pytester, run):
     pytester.makepyfile(SUMS)
     result = run("-k", "one_rank")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*assert rank != 2", "*on rank 2 of 3 ranks*"])
 
 
-def test_a_rank_may_skip(pytester, run):
+def test_ranks_may_skip_together(pytester, run):
     pytester.makepyfile(SUMS)
     run("-k", "skips").assert_outcomes(skipped=1)
 
@@ -38,7 +38,7 @@ def test_a_mismatch_shows_both_ranks(pytester, run):
     result.stdout.no_fnmatch_line("*Captured log*")
 
 
-def test_what_the_mark_says_reaches_the_world(pytester, run):
+def test_settings_of_the_mark_reach_the_world(pytester, run):
     pytester.makepyfile("""
         import pytest
 
@@ -52,7 +52,7 @@ def test_what_the_mark_says_reaches_the_world(pytester, run):
     )
 
 
-def test_the_next_test_starts_from_the_defaults(pytester, run):
+def test_settings_do_not_carry_over_to_the_next_test(pytester, run):
     pytester.makepyfile("""
         import pytest
 
@@ -68,7 +68,7 @@ def test_the_next_test_starts_from_the_defaults(pytester, run):
     result.stdout.fnmatch_lines(["*order linear, schedule round-robin, timing eager, seed 0*"])
 
 
-def test_a_plain_world_can_be_had(pytester, run):
+def test_simulated_world_fixture_gives_a_plain_world(pytester, run):
     pytester.makepyfile("""
         def test_world(simulated_world):
             assert simulated_world(3).run(lambda rank: rank) == [0, 1, 2]
@@ -84,7 +84,7 @@ def test_rank_without_the_mark_is_explained(pytester, run):
     result.stdout.no_fnmatch_line("*pytest_plugin*")
 
 
-def test_an_autouse_fixture_is_not_handed_to_the_function(pytester, run):
+def test_autouse_fixture_is_not_passed_to_the_function(pytester, run):
     pytester.makepyfile("""
         import pytest
 
@@ -128,10 +128,10 @@ OWN_ENDS = """
 """
 
 ENDS_FAILED = 8
-"""Of the tests above; the failed subtest counts for itself."""
+"""Failures among the tests above; the failed subtest counts separately."""
 
 
-def test_a_rank_that_leaves_the_test_makes_it_green_in_no_way(pytester, run):
+def test_test_left_early_by_a_rank_does_not_pass(pytester, run):
     pytester.makepyfile(SUMS + ENDS + OWN_ENDS)
     result = run("-k", "not sum and not wrong")
     result.assert_outcomes(failed=ENDS_FAILED, skipped=1, xfailed=2)
@@ -147,7 +147,7 @@ def test_a_rank_that_leaves_the_test_makes_it_green_in_no_way(pytester, run):
     )
 
 
-def test_a_rank_cannot_end_the_session(pytester, run):
+def test_rank_cannot_end_the_session(pytester, run):
     pytester.makepyfile("""
         import os
         import pytest
@@ -201,12 +201,12 @@ def test_printed_lines_begin_with_the_rank(pytester, run):
     result.stdout.fnmatch_lines(["[[]rank 0[]]: hello", "[[]rank 1[]]: hello"])
 
 
-def test_a_test_that_captures_sees_what_was_printed(pytester, run):
+def test_capsys_captures_plain_output(pytester, run):
     pytester.makepyfile(PRINTS)
     run("-k", "test_captures").assert_outcomes(passed=1)
 
 
-def test_little_is_printed_besides_the_assertion(pytester, run):
+def test_failure_output_is_short(pytester, run):
     pytester.makepyfile("""
         import pytest
 

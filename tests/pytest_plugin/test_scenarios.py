@@ -1,4 +1,4 @@
-"""Scenario files as tests, as a user's test session sees them."""
+"""Scenario files as tests, in a user's test session."""
 
 from pathlib import Path
 from xml.etree import ElementTree
@@ -22,26 +22,26 @@ SCENARIO = """
 """
 
 
-def test_a_named_scenario_file_gives_a_test_for_each_case(pytester, run):
+def test_named_scenario_file_gives_one_test_per_case(pytester, run):
     path = pytester.makefile(".toml", sums=SCENARIO)
     run(str(path)).assert_outcomes(passed=2)
 
 
-def test_scenarios_of_the_ini_option_are_collected_and_others_not(pytester, run):
+def test_only_scenarios_of_the_ini_option_are_collected(pytester, run):
     for folder in ("cases", "other"):
         pytester.mkdir(folder).joinpath("sums.toml").write_text(SCENARIO)
     pytester.makeini("[pytest]\nzero_sim_scenarios = cases\n")
     run().assert_outcomes(passed=2)
 
 
-def test_a_scenario_that_is_wrong_names_its_problems(pytester, run):
+def test_wrong_scenario_names_its_problems(pytester, run):
     path = pytester.makefile(".toml", wrong=SCENARIO.replace('"sgd"', '"sdg"'))
     result = run(str(path))
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(["*optimizer.name*"])
 
 
-def test_a_failing_case_shows_its_finding_and_how_to_run_it(pytester, run):
+def test_failing_case_shows_its_finding_and_command(pytester, run):
     text = SCENARIO + '\n    [expect]\n    nonzero_min = 1.0\n    [data]\n    ranks = "same"\n'
     path = pytester.makefile(".toml", zeros=text.replace('"mlp"', '"unusual"'))
     result = run(str(path), "--junitxml=out.xml")
@@ -64,10 +64,10 @@ def _properties(xml):
 
 
 @pytest.mark.parametrize("args", [(), ("-n", "2")], ids=["one process", "xdist"])
-def test_a_failing_case_leaves_a_bundle_and_its_replay_line(pytester, plugin_options, args):
+def test_failing_case_writes_a_bundle_and_shows_its_replay_command(pytester, plugin_options, args):
     path = pytester.makefile(".toml", misses=FAILING)
     load = (*plugin_options, "-p", "no:cacheprovider")
-    # Workers are processes of their own; what they load is not this one's.
+    # xdist workers are separate processes, which do not share this process's modules.
     run = pytester.runpytest_subprocess if args else pytester.runpytest_inprocess
     result = run(*load, str(path), "--junitxml=out.xml", "--zero-sim-bundles=kept", *args)
     result.assert_outcomes(failed=2)
@@ -83,13 +83,13 @@ def test_a_failing_case_leaves_a_bundle_and_its_replay_line(pytester, plugin_opt
         assert found["zero_sim.replay"].endswith("--bundles kept")
 
 
-def test_a_case_that_passes_leaves_none(pytester, run):
+def test_passing_case_writes_no_bundle(pytester, run):
     path = pytester.makefile(".toml", sums=SCENARIO)
     run(str(path)).assert_outcomes(passed=2)
     assert not pytester.path.joinpath(".zero-sim").exists()
 
 
-def test_a_folder_that_cannot_be_written_costs_no_verdict(pytester, run):
+def test_unwritable_bundle_folder_keeps_the_verdict(pytester, run):
     pytester.makefile(".txt", kept="a file")
     path = pytester.makefile(".toml", misses=FAILING)
     result = run(str(path), "--zero-sim-bundles=kept.txt")
@@ -97,13 +97,13 @@ def test_a_folder_that_cannot_be_written_costs_no_verdict(pytester, run):
     result.stdout.fnmatch_lines(["*expect.finding*", "*no bundle in kept.txt*"])
 
 
-def test_a_path_of_the_ini_file_that_is_not_there_is_refused(pytester, run):
+def test_missing_path_in_the_ini_option_is_refused(pytester, run):
     pytester.makeini("[pytest]\nzero_sim_scenarios = casse\n")
     assert "expected zero_sim_scenarios to name files and folders" in "\n".join(run().errlines)
 
 
-def test_the_scope_of_a_pass_is_a_property(pytester, run, monkeypatch):
-    """The printed system reports params only, and steps with AdamW alone."""
+def test_scope_of_a_pass_is_a_property(pytester, run, monkeypatch):
+    """The printed system reports only params, and only supports AdamW."""
     monkeypatch.syspath_prepend(str(EXAMPLE))
     target = import_target("printed_zero:STAGE_1_MENDED")
     monkeypatch.setitem(registry._TARGETS, target.name, "printed_zero")
@@ -117,7 +117,7 @@ def test_the_scope_of_a_pass_is_a_property(pytester, run, monkeypatch):
     assert {each["zero_sim.scope"] for each in found.values()} == {"params-only"}
 
 
-def test_the_scope_of_a_conformance_test_is_a_property_and_in_the_summary(pytester, run):
+def test_scope_of_a_conformance_test_is_in_properties_and_summary(pytester, run):
     pytester.makepyfile(
         """
         from tests.run.summing import UndividedAdam
@@ -142,7 +142,7 @@ def test_the_scope_of_a_conformance_test_is_a_property_and_in_the_summary(pytest
     }
 
 
-def test_a_session_in_which_everything_was_compared_counts_nothing(pytester, run):
+def test_fully_compared_session_prints_no_scope_summary(pytester, run):
     path = pytester.makefile(".toml", sums=SCENARIO)
     result = run(str(path))
     result.assert_outcomes(passed=2)

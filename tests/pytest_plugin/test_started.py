@@ -121,13 +121,13 @@ class Sums(MultiProcessTestCase):
 
 @pytest.fixture(autouse=True)
 def keep_start_method(monkeypatch):
-    """MultiProcessTestCase sets the start method of the process for good."""
+    """Restore the start method, which MultiProcessTestCase sets for the whole process."""
     import multiprocessing.context
 
     monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)
 
 
-def test_spawned_ranks(pytester, run):
+def test_spawned_processes_run_as_ranks(pytester, run):
     pytester.makepyfile(SPAWN)
     result = run("--zero-sim-spawn")
     result.assert_outcomes(passed=4, failed=2)
@@ -135,7 +135,7 @@ def test_spawned_ranks(pytester, run):
     result.stdout.fnmatch_lines(["*-- Process 1 terminated with the following error:*"])
 
 
-def test_timing_and_races(pytester, run):
+def test_timing_and_race_options_apply_to_spawned_ranks(pytester, run):
     pytester.makepyfile(SPAWN)
     options = ("--zero-sim-timing", "hostile", "--zero-sim-races", "--zero-sim-seed", "3")
     result = run("--zero-sim-spawn", *options, "-k", "test_race or test_spawn")
@@ -143,7 +143,7 @@ def test_timing_and_races(pytester, run):
     result.stdout.fnmatch_lines(["*DataRace*"])
 
 
-def test_torchs_own_base_class(pytester, run):
+def test_multi_process_test_case_runs_on_ranks(pytester, run):
     pytester.makepyfile(CASES)
     result = run("--zero-sim-spawn")
     result.assert_outcomes(passed=1, failed=2, skipped=2)
@@ -151,7 +151,7 @@ def test_torchs_own_base_class(pytester, run):
     result.stdout.fnmatch_lines(["*Process 1 exited with error code 10 and exception:*"])
 
 
-def test_the_environment_is_as_before(pytester, run):
+def test_environment_is_restored(pytester, run):
     pytester.makepyfile(SPAWN)
     run("--zero-sim-spawn", "-k", "test_spawn").assert_outcomes(passed=1)
     assert "RANK" not in os.environ
@@ -167,7 +167,7 @@ def test_the_environment_is_as_before(pytester, run):
         ("--zero-sim-cuda-is-cpu", "--zero-sim-gpus", "0"),
     ],
 )
-def test_options_that_nothing_reads(pytester, run, options):
+def test_options_without_effect_are_refused(pytester, run, options):
     pytester.makepyfile("def test_nothing(): pass")
     result = run(*options)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -196,7 +196,7 @@ def test_work():
 """
 
 
-def test_each_rank_has_its_own_state_of_accelerate(pytester, run, monkeypatch):
+def test_accelerate_state_is_rank_local(pytester, run, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "accelerate"]:
         monkeypatch.delitem(sys.modules, name)
     pytester.makepyfile(
@@ -211,7 +211,7 @@ def test_each_rank_has_its_own_state_of_accelerate(pytester, run, monkeypatch):
     ("name", "outcome"),
     [("State._shared_state", "passed"), ("Other.state", "failed"), ("State.other", "failed")],
 )
-def test_each_rank_has_a_value_of_declared_names(pytester, run, name, outcome):
+def test_declared_names_are_rank_local(pytester, run, name, outcome):
     pytester.makepyfile(states_of_ranks=STATE)
     pytester.syspathinsert()
     pytester.makepyfile(RANK_LOCAL % "states_of_ranks")
@@ -263,7 +263,7 @@ def test_remote_call():
 """
 
 
-def test_gpus_in_name(pytester, run):
+def test_simulated_gpus_run_gpu_tests(pytester, run):
     pytester.makepyfile(WANTS_GPUS)
     options = ("--zero-sim-spawn", "--zero-sim-cuda-is-cpu", "--zero-sim-gpus", "2")
     run(*options).assert_outcomes(passed=4)
@@ -287,7 +287,7 @@ def test_work():
 @pytest.mark.parametrize(
     ("options", "outcome"), [((), "failed"), (("--zero-sim-no-strict",), "passed")]
 )
-def test_a_call_that_nobody_waits_for(pytester, run, options, outcome):
+def test_unwaited_call_fails_only_in_strict_mode(pytester, run, options, outcome):
     pytester.makepyfile(LATE)
     run("--zero-sim-spawn", *options).assert_outcomes(**{outcome: 1})
 
@@ -305,7 +305,7 @@ def test_starter_is_rank_0():
 """
 
 
-def test_a_starter_that_is_a_rank_is_refused(pytester, run):
+def test_starter_as_a_rank_is_refused(pytester, run):
     pytester.makepyfile(STARTER_JOINS)
     result = run("--zero-sim-spawn")
     result.assert_outcomes(failed=1)
@@ -340,6 +340,6 @@ class Sums(MultiProcContinuousTest):
 """
 
 
-def test_torchs_class_whose_processes_go_on(pytester, run):
+def test_multi_proc_continuous_test_runs_on_ranks(pytester, run):
     pytester.makepyfile(CONTINUOUS)
     run("--zero-sim-spawn").assert_outcomes(passed=2, failed=1)
