@@ -1,8 +1,8 @@
-"""The command: runs suites on the baseline and on simulated ranks, and compares with the record.
+"""Run PyTorch's suites on the baseline and on simulated ranks, and compare with the record.
 
-Nothing of PyTorch is kept here: its multi-rank tests are taken from the installed torch and from a
-checkout of its source, and run as they are. Exits 1 where a test that passed on simulated ranks
-does not any more, or differs from the baseline for no reason that is on record.
+The multi-rank tests come from the installed torch and from a checkout of its source, and run
+unmodified. Exits 1 if a test that passed on simulated ranks no longer does, or differs from the
+baseline without a recorded reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.pytorch_suites.worker import BACKENDS, BASELINE
 
 
 def main() -> int:
-    """Run what the arguments say; the exit status."""
+    """Run the suites given on the command line, and return the exit status."""
     options = _parser().parse_args()
     if options.source is not None and str(options.source) in ("", "."):
         options.source = None
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(suite: Suite, known: Record, options: argparse.Namespace) -> dict[str, Outcome]:
-    """Outcomes of a suite, none where it cannot be loaded; says how it goes on the way."""
+    """Run a suite and print progress; return its outcomes, empty if it cannot be loaded."""
     recorded = known.suites.get(suite.name, {}) if options.simulated_only else {}
     told: dict[str, Mapping[str, str]] = {}
     names = None

@@ -1,4 +1,4 @@
-"""Outcomes: what is on record for each test, what a run changes in it, and the table of both."""
+"""Recorded outcomes of tests, changes by a run, and their table."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ SKIP = "skip"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one test on each backend."""
+    """Outcome of one test on each backend."""
 
     baseline: str
     eager: str
     hostile: str
     reason: str = ""
-    """Why simulated ranks differ, where the baseline passes and they do not."""
+    """Reason why simulated ranks fail although the baseline passes."""
 
     @property
     def differs(self) -> bool:
-        """Whether it passes in the baseline and not on simulated ranks, in either timing."""
+        """True if the test passes in the baseline but not on simulated ranks, in either timing."""
         return self.baseline == PASS and (self.eager, self.hostile) != (PASS, PASS)
 
 
@@ -33,17 +33,17 @@ Suites = Mapping[str, Mapping[str, Outcome]]
 
 @dataclass(slots=True)
 class Record:
-    """The outcomes that are on record, of every suite."""
+    """Recorded outcomes of all suites."""
 
     torch: str = ""
-    """The version of torch that they were noted with."""
+    """Version of torch used for the record."""
     source: str = ""
-    """The version of PyTorch's source that all but the installed suite are from."""
+    """Version of PyTorch's source that all suites but the installed one come from."""
     suites: dict[str, dict[str, Outcome]] = field(default_factory=dict)
 
 
 def read_record(path: Path = RECORD) -> Record:
-    """The record as it is kept; an empty one where there is none."""
+    """Read the record; empty if there is none."""
     if not path.exists():
         return Record()
     data = json.loads(path.read_text())
@@ -55,7 +55,7 @@ def read_record(path: Path = RECORD) -> Record:
 
 
 def write_record(record: Record, path: Path = RECORD) -> None:
-    """Keep a record, a line a test."""
+    """Write a record, with one line per test."""
     suites = []
     for name, tests in sorted(record.suites.items()):
         lines = []
@@ -70,7 +70,7 @@ def write_record(record: Record, path: Path = RECORD) -> None:
 
 
 def with_reasons(tests: Mapping[str, Outcome], known: Mapping[str, Outcome]) -> dict[str, Outcome]:
-    """The outcomes of a run with the reasons that are on record for those that differ."""
+    """Add recorded reasons to those outcomes of a run that differ."""
     return {
         test: Outcome(
             outcome.baseline,
@@ -83,7 +83,7 @@ def with_reasons(tests: Mapping[str, Outcome], known: Mapping[str, Outcome]) -> 
 
 
 def find_losses(seen: Suites, known: Suites) -> list[str]:
-    """What a run has lost: tests that passed on simulated ranks and do not, or have no reason."""
+    """Find tests that no longer pass on simulated ranks, or that differ without a reason."""
     losses = []
     for suite, tests in seen.items():
         recorded = known.get(suite, {})
@@ -113,7 +113,7 @@ def find_losses(seen: Suites, known: Suites) -> list[str]:
 
 
 def find_gains(seen: Suites, known: Suites) -> list[str]:
-    """Tests that are on record as differing from the baseline and pass."""
+    """Find tests that pass although the record has them as differing."""
     return [
         f"{suite} {test}"
         for suite, tests in seen.items()
@@ -123,7 +123,7 @@ def find_gains(seen: Suites, known: Suites) -> list[str]:
 
 
 def table(suites: Suites) -> list[str]:
-    """A line for each suite, one for all, and the reason of each test that differs."""
+    """Return a line for each suite, one for the total, and the reason of each test that differs."""
     rows = [("suite", "run", "baseline", "eager", "hostile")]
     rows += [(name, *_counts(tests.values())) for name, tests in suites.items()]
     everything = [outcome for tests in suites.values() for outcome in tests.values()]

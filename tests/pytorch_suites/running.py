@@ -1,4 +1,4 @@
-"""Runs: one suite on one backend, in processes that a test may end."""
+"""Runs of one suite on one backend, in processes that a test may end."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ IMPORT = "import_error"
 
 @dataclass(slots=True)
 class ReportedStats:
-    """What came of the tests of one suite on one backend, by test."""
+    """Outcomes of the tests of one suite on one backend, by test."""
 
     outcomes: dict[str, str] = field(default_factory=dict)
     """`pass`, `skip`, `fail`, `crash` or `time limit`."""
     details: dict[str, str] = field(default_factory=dict)
-    """What was raised or said."""
+    """Error message or output."""
     cpu_seconds: dict[str, float] = field(default_factory=dict)
     import_error: str = ""
-    """Why the suite could not be loaded, if it could not."""
+    """Reason why the suite could not be loaded; empty if it was."""
 
 
 def run_suite(
@@ -42,14 +42,14 @@ def run_suite(
     limit_seconds: float,
     tell: Callable[[str, ReportedStats], None] = lambda test, told: None,
 ) -> ReportedStats:
-    """Run tests one after another; a process goes on as long as no test ends it.
+    """Run tests one after another, in one process until a test ends it.
 
     Args:
         suite: The suite.
         backend: `baseline`, `eager` or `hostile`.
-        tests: Their names; None for all. Those that the suite has not have no outcome.
-        limit_seconds: How long one may take; its process is killed then.
-        tell: Called after each test, with its name and all that came so far.
+        tests: Names of tests; None for all. Unknown names get no outcome.
+        limit_seconds: Time limit of a test, after which its process is killed.
+        tell: Called after each test with its name and all results so far.
     """
     told, left = ReportedStats(), None if tests is None else list(tests)
     while left is None or left:
@@ -72,10 +72,10 @@ def run_suite(
 
 
 def _note_next(told: ReportedStats, worker: _Worker, left: list[str], limit_seconds: float) -> bool:
-    """Note the outcome of the next test; whether the process goes on."""
+    """Record the outcome of the next test; True if the process is still running."""
     line, name = worker.next_line(limit_seconds), left.pop(0)
     if isinstance(line, dict):
-        # It began.
+        # The test has started.
         line = worker.next_line(limit_seconds)
     if isinstance(line, dict):
         told.outcomes[name] = line["outcome"]
@@ -88,7 +88,7 @@ def _note_next(told: ReportedStats, worker: _Worker, left: list[str], limit_seco
 
 
 class _Worker:
-    """A process of `tests.pytorch_suites.worker` with its lines."""
+    """A process of `tests.pytorch_suites.worker`, with its output."""
 
     def __init__(self, suite: Suite, backend: str) -> None:
         command = [sys.executable, "-m", "tests.pytorch_suites.worker", suite.name]
@@ -116,21 +116,21 @@ class _Worker:
             reader.start()
 
     def give(self, tests: Iterable[str]) -> None:
-        """Say which tests to run."""
+        """Send the names of the tests to run."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("".join(f"{name}\n" for name in tests))
             self._process.stdin.close()
 
     def next_line(self, limit_seconds: float) -> dict | str | None:
-        """Its next line; None where it ended, and `time limit` where none came in time."""
+        """Return the next line; None if the process ended, `time limit` if no line came in time."""
         try:
             return self._lines.get(timeout=limit_seconds)
         except queue.Empty:
             return TIME_LIMIT
 
     def end(self) -> None:
-        """Kill what is left of it and of its ranks."""
+        """Kill the process and its ranks."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -142,7 +142,7 @@ class _Worker:
                 pipe.close()
 
     def said(self) -> str:
-        """The last of its error output, and how it ended."""
+        """Return the last lines of its error output, and its exit status."""
         return f"exit {self._process.poll()}: " + "".join(self._said[-30:])
 
     def _read_lines(self) -> None:

@@ -1,8 +1,8 @@
-"""Stand-ins for the base classes of PyTorch's suites: what starts the ranks of a test.
+"""Stand-ins for the parts of PyTorch's test base classes that start the ranks of a test.
 
-The tests themselves, and what a suite does in each rank before and after one, stay as they are.
-On processes nothing changes but that ranks are forked, which saves each of them an import of torch.
-On simulated ranks a test's method runs as a program of a fresh `World`.
+The tests, and a suite's setup and teardown in each rank, are unmodified. On processes the only
+change is that ranks are forked, which saves each an import of torch. On simulated ranks, a test
+method runs as a program of a fresh `World`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from zero_sim.sim import World
 from zero_sim.sim.world import c10d
 
 STARTS_RANKS = "starts_ranks"
-"""Attribute of a test's function that starts ranks by itself, as its base class does not."""
+"""Attribute of a test function that starts its ranks itself, unlike its base class."""
 
 TIMINGS = ("eager", "hostile")
 
 
 class Rank(threading.local):
-    """What the running thread has as a simulated rank."""
+    """State of the current thread as a simulated rank."""
 
     world: World | None = None
     index = 0
@@ -50,7 +50,7 @@ rank_state = Rank()
 
 
 def fork_ranks() -> None:
-    """Let suites of processes fork their ranks."""
+    """Make suites of processes fork their ranks."""
 
     def start(self: Any) -> None:
         self._start_processes(torch.multiprocessing.get_context("fork").Process)
@@ -59,11 +59,11 @@ def fork_ranks() -> None:
 
 
 def simulate_ranks(timing: str, *, strict: bool) -> None:
-    """Let suites run their ranks as those of a `World`, under one of its timings.
+    """Make suites run their ranks in a `World`, under one of its timings.
 
     Args:
-        timing: Its name.
-        strict: Whether the world refuses what gloo accepts and NCCL does not.
+        timing: Name of the timing.
+        strict: True if the world refuses calls that gloo accepts and NCCL does not.
     """
 
     def run(world_size: int, program: Callable[[int], Any]) -> list[Any]:
@@ -82,7 +82,7 @@ def simulate_ranks(timing: str, *, strict: bool) -> None:
 
 
 def put_cpus_for_gpus() -> None:
-    """Let suites that ask for GPUs have their ranks on a CPU; to be called before one is loaded."""
+    """Make suites for GPUs run their ranks on a CPU. Call this before loading a suite."""
     from torch.testing._internal import common_fsdp
 
     def require_nothing(count: int, **options: Any) -> Callable[[Any], Any]:
@@ -90,24 +90,24 @@ def put_cpus_for_gpus() -> None:
 
     common_distributed.skip_if_lt_x_gpu = require_nothing
     common_fsdp.DEVICE_COUNT = suites.RANKS_FOR_GPUS
-    # As sources of torch 2.6 name it.
+    # The name in sources of torch 2.6.
     common_fsdp.test_compiled_fsdp = common_fsdp.compiled_fsdp_test
     torch.accelerator.device_count = lambda: suites.RANKS_FOR_GPUS
 
 
 def adapt_installed_suite() -> None:
-    """Give torch's `distributed_test` barriers and process numbers that tell ranks apart."""
+    """Give torch's `distributed_test` barriers and process ids that differ by rank."""
     from torch.testing._internal.distributed import distributed_test
 
     distributed_test.Barrier.sync = classmethod(_sync)
     distributed_test.os = _OsOfRank()
-    # What the stand-in of the profiler does not record.
+    # The stand-in for the profiler does not record these.
     distributed_test.PROFILING_SUPPORTED_BACKENDS = []
     distributed_test.SEND_RECV_PROFILING_SUPPORTED_BACKENDS = []
 
 
 def starts_ranks(test: unittest.TestCase) -> bool:
-    """Whether a test is one of several ranks, and not of the process that it runs in."""
+    """True if a test runs on several ranks, not just in its own process."""
     function = getattr(type(test), test._testMethodName)
     return hasattr(function, STARTS_RANKS) or isinstance(
         test, (MultiProcessTestCase, MultiThreadedTestCase)
@@ -117,7 +117,7 @@ def starts_ranks(test: unittest.TestCase) -> bool:
 def run_ranks(
     world_size: int, program: Callable[[int], Any], *, timing: str, strict: bool = True
 ) -> list[Any]:
-    """Run a program on the ranks of a fresh world; what each returned, or exited with."""
+    """Run a program on the ranks of a fresh world; return each rank's result or exit code."""
 
     def enter(rank: int) -> Any:
         rank_state.world, rank_state.index, rank_state.groups = world, rank, 0
@@ -201,13 +201,13 @@ def _threads_decorator(
             try:
                 return run(world_size, program)
             except ZeroSimError as error:
-                # As the threads' starter has it.
+                # The starter of the threads expects a RuntimeError.
                 raise RuntimeError(str(error)) from error
 
         if c10d.rank_state.rank is None:
             _raise_skip(run_all())
             return
-        # Of a test that is no decorated function itself, but has one inside.
+        # The test has a decorated function inside, but is none itself.
         with ThreadPoolExecutor(1) as beside:
             codes = beside.submit(run_all).result()
         _raise_skip(codes)
@@ -227,27 +227,27 @@ def _sync(cls: Any, wait_for: int | None = None, timeout: float = 10) -> None:
 
 
 class _OsOfRank:
-    """The module `os`, in which every simulated rank is a process of its own number."""
+    """Replacement for the module `os`, with another process id on each simulated rank."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
 
     def getpid(self) -> int:
-        """A number of the rank's own."""
+        """Return a number that is unique to the rank."""
         return os.getpid() + rank_state.index
 
 
 class GlooOfRank:
-    """Makes a simulated group of all ranks where a test makes gloo's object by its constructor.
+    """Create a simulated group of all ranks if a test constructs gloo's object.
 
-    That one connects to its peers in C++, which ranks of one process cannot do by turns.
+    The real object connects to its peers in C++, which blocks if all ranks share a process.
     """
 
     _Options = dist.ProcessGroupGloo._Options
     create_device = dist.ProcessGroupGloo.create_device
 
     def __new__(cls, store: Any, rank: int, size: int, *options: Any) -> Any:
-        """The calling rank's next one."""
+        """Return the calling rank's next group."""
         assert c10d.rank_state.make_group is not None
         rank_state.groups += 1
         name = f"gloo {rank_state.groups}"
@@ -258,7 +258,7 @@ class GlooOfRank:
 
 
 class NoProfile(contextlib.AbstractContextManager):
-    """A profiler that records nothing: torch's own ends the process if two threads have one."""
+    """A profiler that records nothing, because torch's own fails if two threads use it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.function_events: list[Any] = []
@@ -267,12 +267,12 @@ class NoProfile(contextlib.AbstractContextManager):
         pass
 
     def events(self) -> list[Any]:
-        """None."""
+        """Return an empty list."""
         return self.function_events
 
     def key_averages(self) -> list[Any]:
-        """None."""
+        """Return an empty list."""
         return self.function_events
 
     def step(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""Suites: which ones there are, and how the tests of one are loaded."""
+"""Suites of PyTorch, and loading of their tests."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 INSTALLED = "test_distributed_spawn"
-"""The suite whose tests torch installs, in `torch/testing/_internal/distributed`."""
+"""Suite whose tests torch installs, in `torch/testing/_internal/distributed`."""
 
 WORLD_SIZE = 3
-"""Ranks of the installed suite, as in PyTorch's own CI with gloo."""
+"""Ranks of the installed suite, as in PyTorch's CI with gloo."""
 
 RANKS_FOR_GPUS = 4
-"""Ranks of a suite that makes as many as there are GPUs."""
+"""Ranks of a suite that uses one rank per GPU."""
 
 FOLDERS = (
     "_composable/fsdp",
@@ -54,7 +54,7 @@ LEFT_OUT = {
     "test_fully_shard_logging": "reads the output of a process of its own",
     "test_xla_integration": "needs a TPU",
 }
-"""Files of the folders above that say nothing about communication on a CPU, and why."""
+"""Files of the folders above that do not test communication on a CPU, with reasons."""
 
 _FOR_GPUS = ("_composable.fsdp.", "checkpoint.test_state_dict")
 _AS_ON_CPU = (
@@ -65,7 +65,7 @@ _AS_ON_CPU = (
     ("torch.cuda.device_count()", str(RANKS_FOR_GPUS)),
     ("not TEST_CUDA", "False"),
 )
-"""What is put for what in suites that were written for GPUs, on all backends alike."""
+"""Replacements in the source of suites written for GPUs, the same on all backends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,26 +73,26 @@ class Suite:
     """A file of tests."""
 
     name: str
-    """Its path below `test/distributed`, with dots."""
+    """Path below `test/distributed`, with dots."""
     path: Path | None = None
-    """Where it lies; None for the installed one."""
+    """Path of the file; None for the installed suite."""
 
     @property
     def for_gpus(self) -> bool:
-        """Whether it was written for GPUs, and runs with a CPU put in their place."""
+        """True if the suite was written for GPUs, and runs with a CPU in their place."""
         return self.name.startswith(_FOR_GPUS)
 
     @property
     def is_of_gloo(self) -> bool:
-        """Whether it tests gloo itself, with what NCCL would refuse and gloo does not."""
+        """True if the suite tests gloo itself, with calls that NCCL refuses."""
         return self.name == "test_c10d_gloo"
 
 
 def find_suites(source: Path | None) -> list[Suite]:
-    """The installed suite, and those of a checkout of PyTorch's source.
+    """Find the installed suite, and those of a checkout of PyTorch's source.
 
     Args:
-        source: The checkout's folder; None for none.
+        source: Folder of the checkout; None for none.
 
     Raises:
         FileNotFoundError: The folder has no `test/distributed`.
@@ -115,7 +115,7 @@ def find_suites(source: Path | None) -> list[Suite]:
 
 
 def prepare_process() -> None:
-    """Set what the suites expect of their process; to be called before torch is imported."""
+    """Set the environment that suites expect. Call this before importing torch."""
     os.environ.update(
         BACKEND="gloo",
         WORLD_SIZE=str(WORLD_SIZE),
@@ -129,10 +129,10 @@ def prepare_process() -> None:
 
 
 def load_tests(suite: Suite) -> dict[str, unittest.TestCase]:
-    """The tests of a suite by name, each as `Class.test`."""
+    """Return the tests of a suite by name, each as `Class.test`."""
     module = _installed_module() if suite.path is None else _source_module(suite)
     sys.modules[module.__name__] = module
-    # A suite's own loader wants it to be the script that runs.
+    # A suite's own loader expects to be run as the main script.
     vars(module).pop("load_tests", None)
     loaded = unittest.defaultTestLoader.loadTestsFromModule(module)
     return {test.id().removeprefix(f"{module.__name__}."): test for test in _each(loaded)}
@@ -167,7 +167,7 @@ def _installed_module() -> types.ModuleType:
 def _source_module(suite: Suite) -> types.ModuleType:
     path = suite.path
     assert path is not None
-    # Suites import their neighbours.
+    # Suites import modules next to them.
     tests = next(parent for parent in path.parents if parent.name == "test")
     sys.path[:0] = [str(path.parent), str(tests / "distributed"), str(tests)]
     if not suite.for_gpus:

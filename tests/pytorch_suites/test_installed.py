@@ -1,4 +1,4 @@
-"""The tests that torch installs pass on simulated ranks as the record says."""
+"""torch's installed tests pass on simulated ranks as recorded."""
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ RECORDED = RECORD.suites[INSTALLED]
     reason="the record is of another version of torch",
 )
 @pytest.mark.parametrize("timing", ["eager", "hostile"])
-def test_what_passes_on_processes_passes_on_simulated_ranks_or_has_a_reason(timing):
-    """All in one process, which torch's test tools alone take seconds to be imported by."""
+def test_outcomes_on_simulated_ranks_match_the_record(timing):
+    """All tests run in one process, because importing torch's test tools takes seconds."""
     expected = {
         test: getattr(outcome, timing)
         for test, outcome in RECORDED.items()

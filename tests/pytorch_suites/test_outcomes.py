@@ -1,4 +1,4 @@
-"""What a run of PyTorch's suites changes in the record: losses, gains, reasons, and the table."""
+"""Changes of the record by a run of PyTorch's suites: losses, gains, reasons, and the table."""
 
 import json
 
@@ -37,7 +37,7 @@ DIFFERENT = Outcome("pass", "fail", "pass", "a limit")
         (SAME, None, "passed and is gone"),
     ],
 )
-def test_what_passed_and_does_not_is_a_loss(before, now, loss):
+def test_passed_test_that_no_longer_passes_is_a_loss(before, now, loss):
     seen = {} if now is None else {"T.test": now}
     (found,) = find_losses({"suite": seen}, {"suite": {"T.test": before}})
     assert found.startswith("suite T.test: ")
@@ -48,34 +48,34 @@ def test_what_passed_and_does_not_is_a_loss(before, now, loss):
     ("before", "now"),
     [(SAME, SAME), (DIFFERENT, DIFFERENT), (DIFFERENT, SAME), (None, SAME), (None, DIFFERENT)],
 )
-def test_what_passes_or_differs_with_a_reason_is_none(before, now):
+def test_pass_or_difference_with_a_reason_is_no_loss(before, now):
     known = {} if before is None else {"T.test": before}
     assert find_losses({"suite": {"T.test": now}}, {"suite": known}) == []
 
 
-def test_a_test_that_differs_and_is_not_on_record_needs_a_reason():
+def test_unrecorded_difference_without_reason_is_a_loss():
     seen = {"suite": {"T.test": Outcome("pass", "fail", "fail")}}
     assert find_losses(seen, {}) == ["suite T.test: differs from the baseline and has no reason"]
 
 
-def test_a_test_that_differed_and_passes_is_a_gain():
+def test_recorded_difference_that_passes_is_a_gain():
     assert find_gains({"s": {"T.a": SAME}}, {"s": {"T.a": DIFFERENT}}) == ["s T.a"]
     assert find_gains({"s": {"T.a": DIFFERENT}}, {"s": {"T.a": DIFFERENT}}) == []
 
 
-def test_a_reason_stays_as_long_as_its_test_differs():
+def test_reason_is_kept_while_its_test_differs():
     seen = {"T.a": Outcome("pass", "fail", "fail"), "T.b": SAME}
     kept = with_reasons(seen, {"T.a": DIFFERENT, "T.b": DIFFERENT})
     assert kept == {"T.a": Outcome("pass", "fail", "fail", "a limit"), "T.b": SAME}
 
 
-def test_a_record_is_read_as_it_was_written(tmp_path):
+def test_record_round_trips(tmp_path):
     record = Record("2.13.0", "2.6.0", {"a": {"T.x": SAME, "T.y": DIFFERENT}, "b": {"T.z": SAME}})
     write_record(record, tmp_path / "record.json")
     assert read_record(tmp_path / "record.json") == record
 
 
-def test_the_table_counts_what_passes_in_the_baseline_and_says_why_others_differ():
+def test_table_counts_passes_and_lists_reasons():
     failed = Outcome("fail", "", "")
     assert table({"suite": {"T.a": SAME, "T.b": DIFFERENT, "T.c": failed}}) == [
         "suite      run baseline    eager  hostile",
@@ -87,7 +87,7 @@ def test_the_table_counts_what_passes_in_the_baseline_and_says_why_others_differ
     ]
 
 
-def test_every_test_on_record_that_differs_has_its_reason():
+def test_every_recorded_difference_has_a_reason():
     record = read_record()
     assert record.suites
     reasons = {
@@ -99,7 +99,7 @@ def test_every_test_on_record_that_differs_has_its_reason():
     assert [test for test, reason in reasons.items() if not reason] == []
 
 
-def test_the_record_is_kept_as_it_would_be_written_anew(tmp_path):
+def test_record_file_has_the_written_format(tmp_path):
     write_record(read_record(), tmp_path / "record.json")
     assert (tmp_path / "record.json").read_text() == RECORD.read_text()
     assert set(json.loads(RECORD.read_text())) == {"torch", "source", "suites"}

@@ -1,8 +1,8 @@
-"""A process that runs tests of one suite on one backend and tells each outcome on a line.
+"""Run tests of one suite on one backend, and print each outcome as a line of JSON.
 
-It tells the names of all, and is then given those that it is to run, a line each. It tells
-`{"started": name}` before each test, and its outcome after it: a process that ends in between was
-ended by that test.
+The process prints the names of all tests, then reads the names of those to run, one per line. It
+prints `{"started": name}` before each test and its outcome after it. If the process ends in
+between, that test ended it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BACKENDS = (BASELINE, "eager", "hostile")
 
 
 def main() -> None:
-    """Run what the arguments say."""
+    """Run the tests given on the command line and standard input."""
     parser = argparse.ArgumentParser()
     parser.add_argument("suite")
     parser.add_argument("--path", type=Path)
@@ -36,7 +36,7 @@ def main() -> None:
     suite = suites.Suite(arguments.suite, arguments.path)
     try:
         tests = _load(suite, arguments.backend)
-    except Exception:  # noqa: BLE001  Whatever a file of somebody else raises is its outcome.
+    except Exception:  # noqa: BLE001  Any error of a foreign file is its outcome.
         _tell(told, import_error=traceback.format_exc())
         return
     _tell(told, tests=sorted(tests))
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _open_told() -> TextIO:
-    """The output as it was; whatever a test prints from now on goes to the error output."""
+    """Duplicate standard output, and send all later prints of tests to standard error."""
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return told
@@ -75,7 +75,7 @@ def _load(suite: suites.Suite, backend: str) -> dict[str, unittest.TestCase]:
 
 
 def run_one(test: unittest.TestCase, backend: str) -> tuple[str, str]:
-    """Run a test; its outcome, `pass`, `skip` or `fail`, and what was raised or said."""
+    """Run a test; return `pass`, `skip` or `fail`, and the error message or reason."""
     from tests.pytorch_suites import shim
 
     def run(rank: int = 0) -> unittest.TestResult:
