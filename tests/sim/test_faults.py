@@ -124,7 +124,7 @@ class TestCrash:
         def program(rank):
             try:
                 dist.barrier()
-            except Exception:  # noqa: BLE001  That is what the test is about.
+            except Exception:  # noqa: BLE001  The test is about this.
                 return "went on"
 
         with pytest.raises(RankFailed):

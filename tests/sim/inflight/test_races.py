@@ -361,7 +361,7 @@ class TestClean:
         assert world_of(2).run(program) == [[2.0] * 8] * 2
 
     @pytest.mark.parametrize("column", [0, 1, 2])
-    def test_interleaved_columns_are_told_apart(self, world_of, column):
+    def test_interleaved_columns_are_distinguished(self, world_of, column):
         def program(rank):
             table = torch.zeros(4, 6)
             dist.all_reduce(table[:, 2:4], async_op=True)

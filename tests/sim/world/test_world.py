@@ -258,7 +258,7 @@ class TestBadPrograms:
         def program(rank):
             try:
                 act(rank)
-            except Exception:  # noqa: BLE001  That is what the test is about.
+            except Exception:  # noqa: BLE001  The test is about this.
                 dist.barrier()
 
         self.failing(world_of(2, **settings), program, error)
