@@ -1,4 +1,4 @@
-"""SGD whose momentum is kept in 8 bits where a param is large: as a whole, or by the local part."""
+"""SGD with 8-bit momentum for large params: large as a whole, or in the local part."""
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ INDEPENDENT = ("world.size", "system.stage")
 
 
 class Fixed:
-    """The size of a whole param decides."""
+    """Quantization decided by the size of the whole param."""
 
     name = "momentum8"
     capabilities = Capabilities(optimizers=("own",), independent_of=INDEPENDENT)
@@ -26,7 +26,7 @@ class Fixed:
 
 
 class Faulty(Fixed):
-    """The size of a rank's part decides."""
+    """Quantization decided by the size of the rank's part."""
 
     @staticmethod
     def size(param, local):
@@ -34,7 +34,7 @@ class Faulty(Fixed):
 
 
 class WithoutParts(Faulty):
-    """It reports params alone."""
+    """An engine that reports params only."""
 
     engine_class = property(lambda self: ParamsEngine)
 

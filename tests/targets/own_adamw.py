@@ -1,4 +1,4 @@
-"""A sharded AdamW of its own, some units in the last place from torch's, and mistakes in it."""
+"""A sharded AdamW some units in the last place from torch's, and faulty versions of it."""
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ FOLLOWS = (
 
 @torch.no_grad()
 def adamw_step(param, grad, state, settings):
-    """AdamW as many write it by hand: moments by mul and add, where torch has lerp."""
+    """Step AdamW as many write it by hand: moments by mul and add, not by torch's lerp."""
     if not state:
         state["step"] = torch.tensor(0.0)
         state["exp_avg"] = torch.zeros_like(param)
@@ -32,7 +32,7 @@ def adamw_step(param, grad, state, settings):
 
 
 class OwnAdamW(torch.optim.Optimizer):
-    """The same as a class."""
+    """The same rule as an optimizer class."""
 
     def __init__(self, params, **settings):
         super().__init__(params, settings)
@@ -53,7 +53,7 @@ class ByStep:
     """A target whose reference steps by a function.
 
     Args:
-        mistake: A name of what it does wrong; empty for nothing.
+        mistake: Name of its fault; empty for none.
     """
 
     name = "own-adamw"
@@ -69,7 +69,7 @@ class ByStep:
 
 
 class ByOptimizer(ByStep):
-    """A target whose reference steps by a class of torch's form."""
+    """A target whose reference steps by a torch-style optimizer class."""
 
     reference_step = None
 
@@ -78,7 +78,7 @@ class ByOptimizer(ByStep):
 
 
 class LostUpdate(ByStep):
-    """The last element of each shard keeps its value."""
+    """A target that never updates the last element of each shard."""
 
     def __init__(self):
         super().__init__("lost update")

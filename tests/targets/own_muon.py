@@ -1,4 +1,4 @@
-"""A Muon as its authors write it: whole params dealt to owners, padded gathers, no fp32 masters."""
+"""A Muon as its authors write it: whole params per owner, padded gathers, no fp32 masters."""
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ def orthogonal(matrix):
 
 @torch.no_grad()
 def muon_step(param, grad, state, settings):
-    """Momentum in the param's dtype; a second moment of each row in fp32, as NorMuon's."""
+    """Step with momentum in the param's dtype and an fp32 second moment per row, as in NorMuon."""
     if not state:
         state["momentum"] = torch.zeros_like(param)
         state["of_rows"] = torch.zeros(param.shape[:1], dtype=torch.float32)
@@ -35,7 +35,7 @@ def move_with(momentum, param, grad, state, settings):
 
 
 class Stacked(torch.optim.Optimizer):
-    """The same, with the momentum of all params of a shape in one tensor."""
+    """The same rule with one momentum tensor for all params of a shape."""
 
     def __init__(self, params, **settings):
         super().__init__(params, settings)
@@ -63,7 +63,7 @@ class Stacked(torch.optim.Optimizer):
 
 @torch.no_grad()
 def low_bit_step(param, grad, state, settings):
-    """Adam with moments of 8 bits, each row by a scale of its own."""
+    """Step Adam with 8-bit moments, one scale per row."""
     if not state:
         state["mean"] = torch.zeros_like(param, dtype=torch.int8)
         state["square"] = torch.zeros_like(param, dtype=torch.uint8)
@@ -80,10 +80,10 @@ def low_bit_step(param, grad, state, settings):
 
 
 class OwnMuon:
-    """A target of it.
+    """A target around this Muon.
 
     Args:
-        mistake: A name of what it does wrong; empty for nothing.
+        mistake: Name of its fault; empty for none.
     """
 
     name = "own-muon"
@@ -107,11 +107,11 @@ class OwnMuon:
         return Engine(self, module, scenario, group)
 
     def clip(self, params, norm_max):
-        """Clip nothing; returns the norm that is told."""
+        """Clip nothing; return the norm to report."""
 
 
 class LowBitAdam(OwnMuon):
-    """Moments in int8 and uint8; `code` is a mistake that changes the last code of each."""
+    """Moments in int8 and uint8. Mistake `code` changes the last code of each shard."""
 
     reference_step = staticmethod(low_bit_step)
 
@@ -124,7 +124,7 @@ class LowBitAdam(OwnMuon):
 
 
 class StackedMuon(OwnMuon):
-    """The reference keeps one momentum for all params of a shape."""
+    """A target whose reference keeps one momentum for all params of a shape."""
 
     reference_step = None
 

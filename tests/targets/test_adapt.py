@@ -1,4 +1,4 @@
-"""An engine with the least it must have is judged; what it lacks is not observed, never passed."""
+"""Minimal engines: they are judged, and anything they do not report is listed as not observed."""
 
 from typing import ClassVar
 
@@ -54,7 +54,7 @@ def unobserved(result):
     return next(note for note in result.notes if note.startswith("not observed"))
 
 
-def test_it_passes_and_the_notes_say_what_was_not_seen(pool):
+def test_minimal_engine_passes_and_notes_list_unobserved_parts(pool):
     result = judge(pool, Target())
     assert (result.verdict, result.findings) == ("pass", ())
     for what in ("masters and optimizer state", "reduced gradients", "padding", "norm", "skipped"):
@@ -65,7 +65,7 @@ class WithoutDividing(Least):
     averages = False
 
 
-def test_a_wrong_divisor_is_seen_in_gradients_that_are_shown(pool):
+def test_wrong_divisor_is_found_in_reported_gradients(pool):
     shown = Numerics(grads_in_params=True, grads_told="after-division")
     assert judge(pool, Target(numerics=shown)).verdict == "pass"
     result = judge(pool, Target(WithoutDividing, numerics=shown))
@@ -81,9 +81,7 @@ class ShowsTheSums(Least):
     ("engine", "declared", "right"),
     [(Least, "before-division", "after"), (ShowsTheSums, "after-division", "before")],
 )
-def test_a_gradient_from_the_other_side_of_the_division_is_named_as_that(
-    pool, engine, declared, right
-):
+def test_gradient_on_the_other_side_of_the_division_is_named(pool, engine, declared, right):
     shown = Numerics(grads_in_params=True, grads_told=declared)
     (finding,) = judge(pool, Target(engine, numerics=shown)).findings
     assert finding.check == "equality.grad"
@@ -91,7 +89,7 @@ def test_a_gradient_from_the_other_side_of_the_division_is_named_as_that(
     assert f"Numerics(grads_told='{right}-division')" in finding.detail
 
 
-def test_a_norm_that_an_engine_clips_by_and_does_not_tell_is_not_observed(pool):
+def test_norm_not_reported_by_a_clipping_engine_is_not_observed(pool):
     clips = Numerics(norm="of-params", clip="fp32-reciprocal")
     target = Target(numerics=clips)
     target.capabilities = Capabilities(follows=("optimizer.clip_norm",))
@@ -100,8 +98,8 @@ def test_a_norm_that_an_engine_clips_by_and_does_not_tell_is_not_observed(pool):
     assert "norm" in unobserved(result)
 
 
-def test_gradients_that_are_shown_are_compared_in_the_order_of_the_params(pool):
-    """Or each process would have another finding of one case, and another bundle."""
+def test_reported_gradients_are_compared_in_param_order(pool):
+    """Otherwise each process would report another finding of the same case."""
     shown = Numerics(grads_in_params=True, grads_told="before-division")
     (finding,) = judge(pool, Target(numerics=shown)).findings
     ends = [f"{block}.{layer}.{kind}" for block in (0, 1) for layer in ("up", "down")
@@ -110,12 +108,12 @@ def test_gradients_that_are_shown_are_compared_in_the_order_of_the_params(pool):
     assert [line.split("'")[1] for line in told] == ends
 
 
-def test_gradients_that_are_shown_are_not_called_unobserved(pool):
+def test_reported_gradients_are_not_listed_as_unobserved(pool):
     shown = Numerics(grads_in_params=True, grads_told="after-division")
     assert "reduced gradients" not in unobserved(judge(pool, Target(numerics=shown)))
 
 
-def test_a_param_without_the_gradient_that_it_is_to_show_is_a_finding(pool):
+def test_param_without_its_reported_gradient_is_a_finding(pool):
     class Forgetful(Least):
         def step(self, *, lr_factor):
             super().step(lr_factor=lr_factor)
@@ -126,7 +124,7 @@ def test_a_param_without_the_gradient_that_it_is_to_show_is_a_finding(pool):
     assert "has no gradient" in result.findings[0].message
 
 
-def test_a_wrong_param_on_one_rank_is_a_finding(pool):
+def test_wrong_param_on_one_rank_is_a_finding(pool):
     class Stale(Least):
         def step(self, *, lr_factor):
             super().step(lr_factor=lr_factor)
@@ -137,14 +135,14 @@ def test_a_wrong_param_on_one_rank_is_a_finding(pool):
     assert (result.findings[0].check, result.findings[0].rank) == ("equality.params", 2)
 
 
-def test_a_reload_of_an_engine_that_cannot_save_is_refused(pool):
+def test_reload_is_refused_for_an_engine_without_save(pool):
     target = Target(capabilities="everything")
     result = judge(pool, target, reload=ReloadSpec(step=1), run=RunSpec(steps=2))
     assert result.verdict == "error"
     assert "save() and load()" in result.error
 
 
-def test_an_engine_is_told_of_the_last_micro_batch_before_its_forward(pool):
+def test_engine_learns_of_the_last_micro_batch_before_its_forward(pool):
     calls = []
 
     class ReportedStats(Least):
@@ -163,7 +161,7 @@ def test_an_engine_is_told_of_the_last_micro_batch_before_its_forward(pool):
     assert sorted(calls) == [False] * 3 + [True] * 3
 
 
-def test_a_step_that_says_nothing_is_an_empty_record():
+def test_step_that_returns_none_is_an_empty_result():
     class Silent:
         module = torch.nn.Linear(1, 1)
         zero_grad = backward = params = None
@@ -174,7 +172,7 @@ def test_a_step_that_says_nothing_is_an_empty_record():
     assert complete(Silent()).step(lr_factor=1.0) == StepResult()
 
 
-def test_what_is_missing_of_the_least_is_named():
+def test_missing_required_methods_are_named():
     class Half:
         module = None
 
@@ -185,7 +183,7 @@ def test_what_is_missing_of_the_least_is_named():
         complete(Half())
 
 
-def test_a_complete_engine_stays_as_it_is():
+def test_adapting_an_adapted_engine_returns_it():
     class All:
         module = torch.nn.Linear(1, 1)
         zero_grad = Least.zero_grad
@@ -195,14 +193,14 @@ def test_a_complete_engine_stays_as_it_is():
     assert complete(once) is once
 
 
-def test_an_engine_that_does_not_join_says_what_it_lacks(pool):
+def test_missing_join_micro_batch_is_named(pool):
     run = RunSpec(steps=1, micro_batches=2, own_micro_batches=(2, 1))
     result = judge(pool, Target(capabilities="everything"), run=run)
     assert result.verdict == "error"
     assert "expected Least to have join_micro_batch(*, last)" in result.error
 
 
-def test_a_target_that_does_not_follow_joins_is_not_asked(pool):
+def test_uneven_micro_batches_are_refused_if_not_followed(pool):
     run = RunSpec(steps=1, micro_batches=2, own_micro_batches=(2, 1))
     result = judge(pool, Target(), run=run)
     assert result.verdict == "error"
@@ -210,7 +208,7 @@ def test_a_target_that_does_not_follow_joins_is_not_asked(pool):
 
 
 class OfOtherNames(Least):
-    """A system that knows params by names of its own."""
+    """An engine with its own names for params."""
 
     def __init__(self, module, scenario, group):
         super().__init__(module, scenario, group)
@@ -220,11 +218,11 @@ class OfOtherNames(Least):
         return {f"flat/{i}": param for i, param in enumerate(self.module.parameters())}
 
 
-def test_params_may_be_told_by_names_of_its_own(pool):
+def test_engine_may_report_params_under_its_own_names(pool):
     assert judge(pool, Target(OfOtherNames)).verdict == "pass"
 
 
-def test_names_that_are_no_mapping_are_an_error(pool):
+def test_names_that_are_not_a_mapping_are_an_error(pool):
     class Wrong(OfOtherNames):
         def __init__(self, module, scenario, group):
             super().__init__(module, scenario, group)
@@ -236,7 +234,7 @@ def test_names_that_are_no_mapping_are_an_error(pool):
 
 
 @pytest.mark.parametrize("names", [{1: "a"}, {"a": 1}])
-def test_names_that_are_no_strings_are_told_of(pool, names):
+def test_names_that_are_not_strings_are_an_error(pool, names):
     class Wrong(OfOtherNames):
         def __init__(self, module, scenario, group):
             super().__init__(module, scenario, group)
@@ -248,13 +246,13 @@ def test_names_that_are_no_strings_are_told_of(pool, names):
 
 
 class Sharded(torch.Tensor):
-    """Has of a DTensor what tells it from other tensors."""
+    """A tensor with the attribute that identifies a DTensor."""
 
     def full_tensor(self):
         return self
 
 
-def test_what_is_sharded_is_none_of_the_tensors_that_ranks_begin_with_alike():
+def test_sharded_tensors_are_not_expected_equal_on_all_ranks():
     module = torch.nn.Linear(1, 1)
     module.register_buffer("rows", torch.ones(2).as_subclass(Sharded))
     module.register_buffer("mean", torch.ones(2))
@@ -263,7 +261,7 @@ def test_what_is_sharded_is_none_of_the_tensors_that_ranks_begin_with_alike():
 
 
 class Starts(Least):
-    """Notes the rows of each step, and that no forward came before."""
+    """Records the rows of each step and checks that no forward came before."""
 
     seen: ClassVar[list] = []
 
@@ -280,7 +278,7 @@ class Starts(Least):
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad
 
 
-def test_the_rows_of_a_step_are_told_before_its_first_forward(pool, monkeypatch):
+def test_start_step_receives_all_rows_before_the_first_forward(pool, monkeypatch):
     monkeypatch.setattr(Starts, "seen", [])
     target = Target(Starts)
     target.capabilities = Capabilities(follows=("run.micro_batches", "run.own_micro_batches"))
@@ -292,7 +290,7 @@ def test_the_rows_of_a_step_are_told_before_its_first_forward(pool, monkeypatch)
     assert by_rank == {0: [[3], [3, 3]], 1: [[4, 4], [4]], 2: [[5], [5, 5]]}
 
 
-def test_a_start_of_a_step_that_takes_no_rows_is_named(pool):
+def test_start_step_without_rows_is_an_error(pool):
     class Takes(Least):
         def start_step(self):
             pass
@@ -303,7 +301,7 @@ def test_a_start_of_a_step_that_takes_no_rows_is_named(pool):
 
 
 class Split(Least):
-    """Takes the terms of a loss apart."""
+    """Receives the terms of a loss separately."""
 
     factor = 1.0
 
@@ -312,7 +310,7 @@ class Split(Least):
 
 
 class Dropping(Split):
-    """Loses the second one."""
+    """Drops the second term."""
 
     factor = 0.0
 
@@ -320,7 +318,7 @@ class Dropping(Split):
 @pytest.mark.parametrize(
     ("engine", "verdict"), [(Least, "pass"), (Split, "pass"), (Dropping, "fail")]
 )
-def test_an_engine_may_take_a_second_loss_apart(pool, engine, verdict):
-    """One without `backward_terms` gets the sum."""
+def test_engine_may_receive_two_loss_terms(pool, engine, verdict):
+    """An engine without `backward_terms` gets the sum."""
     result = judge(pool, Target(engine), model=ModelSpec(name="multi-token", hidden=2))
     assert result.verdict == verdict

@@ -1,4 +1,4 @@
-"""What an engine answers wrongly is said of the method that did, and never charged to the judge."""
+"""Invalid return values of an engine: the error names the method and never blames the judge."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from zero_sim.targets import Capabilities, OwnedPart, Place, Settings, StepResul
 
 
 class Engine:
-    """All that an engine may have, right: all-reduce, divide, SGD on whole params."""
+    """A correct engine with every optional method: all-reduce, divide, SGD on whole params."""
 
     def __init__(self, module, scenario, group):
         self.module, self.group, self.bare = module, group, module
@@ -94,7 +94,7 @@ def judge(pool, target, **parts):
     return run_case(scenario, pool=pool, target=target)
 
 
-def test_the_right_one_is_right(pool):
+def test_correct_engine_passes(pool):
     result = judge(pool, Target())
     assert (result.verdict, result.findings, result.error) == ("pass", (), "")
 
@@ -104,7 +104,7 @@ def always(value):
 
 
 def changed(**fields):
-    """Parts with a field of each as it is given."""
+    """Return a `parts` method that replaces the given fields of each part."""
 
     def parts(self):
         for part in Engine.parts(self):
@@ -132,7 +132,7 @@ def named(change):
 
 
 class Several(nn.Module):
-    """Gives its output with something beside it, as some libraries' models do."""
+    """Returns its output in a tuple, as some libraries' models do."""
 
     def __init__(self, inner):
         super().__init__()
@@ -218,7 +218,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_answer_is_an_error_that_names_the_method(pool, wrong):
+def test_invalid_return_value_is_an_error_that_names_the_method(pool, wrong):
     methods, method, words = WRONG[wrong]
     result = judge(pool, Target(**methods))
     assert (result.verdict, result.findings) == ("error", ()), result
@@ -240,14 +240,14 @@ def fails(self, *args, **named):
 
 
 @pytest.mark.parametrize("name", RAISING)
-def test_what_an_engine_raises_is_its_own(pool, name):
+def test_exception_in_an_engine_is_a_finding_of_its_rank(pool, name):
     result = judge(pool, Target(**{name: fails}))
     assert result.verdict == "fail"
     assert result.findings[0].check == "world.rank-failed"
     assert "RuntimeError: out of luck" in result.findings[0].message
 
 
-def test_parts_that_fail_without_gradients_say_what_to_tell(pool):
+def test_parts_that_fail_before_gradients_get_a_remedy(pool):
     def parts(self):
         for name, param in self.named.items():
             place = Place(param=name, start=0, stop=param.numel())
@@ -259,7 +259,7 @@ def test_parts_that_fail_without_gradients_say_what_to_tell(pool):
     assert "OwnedPart(grad=None)" in result.error
 
 
-def test_shapes_that_hold_the_same_elements_are_taken(pool):
+def test_shapes_with_the_same_elements_are_accepted(pool):
     def parts(self):
         for part in Engine.parts(self):
             shape = self.named[part.place.param].shape
@@ -272,7 +272,7 @@ def test_shapes_that_hold_the_same_elements_are_taken(pool):
     assert (result.verdict, result.findings, result.error) == ("pass", (), "")
 
 
-def test_a_wrong_number_after_a_finding_keeps_the_finding(pool):
+def test_invalid_return_value_after_a_finding_keeps_the_finding(pool):
     def said(self):
         self.named["p3"].data += 1
         self.steps = getattr(self, "steps", 0) + 1
@@ -288,7 +288,7 @@ def test_a_wrong_number_after_a_finding_keeps_the_finding(pool):
 
 
 @pytest.mark.parametrize("value", [None, 5, "engine"])
-def test_what_is_no_engine_is_named(pool, value):
+def test_object_that_is_no_engine_is_refused(pool, value):
     target = Target()
     target.build = lambda module, *, scenario, group: value
     result = judge(pool, target)
@@ -308,7 +308,7 @@ class Wrapper(nn.Module):
 
 
 class Frozen(Engine):
-    """Leaves what requires no gradient as it is."""
+    """Does not step params without requires_grad."""
 
     def __init__(self, module, scenario, group):
         super().__init__(module, scenario, group)
@@ -331,7 +331,7 @@ class Frozen(Engine):
 
 
 class TestFreeze:
-    """model.freeze names params of the bare model, whatever stands around it."""
+    """model.freeze names params of the bare model, under any wrapper."""
 
     model = ModelSpec(
         name="params",
@@ -345,11 +345,11 @@ class TestFreeze:
         target.engine = Frozen
         return target
 
-    def test_under_a_wrapper(self, pool, target):
+    def test_params_under_a_wrapper_are_found(self, pool, target):
         result = judge(pool, target, model=self.model)
         assert (result.verdict, result.findings, result.error) == ("pass", (), "")
 
-    def test_one_that_is_not_found_is_an_error(self, pool, target):
+    def test_param_not_found_is_an_error(self, pool, target):
         class Lost(Frozen):
             def __init__(self, module, scenario, group):
                 super().__init__(module, scenario, group)
@@ -360,7 +360,7 @@ class TestFreeze:
         assert result.verdict == "error"
         assert "to have param 'p1', because model.freeze names" in result.error
 
-    def test_two_that_could_be_meant_are_an_error(self, pool, target):
+    def test_ambiguous_name_is_an_error(self, pool, target):
         class Double(Frozen):
             def __init__(self, module, scenario, group):
                 super().__init__(module, scenario, group)
@@ -371,7 +371,7 @@ class TestFreeze:
         assert "got 'module.p1', 'other.p1'" in result.error
 
 
-def test_a_complete_engine_without_a_model_is_held_to_types_alone():
+def test_engine_without_a_model_is_checked_for_types_only():
     engine = type("Bare", (Engine,), {"__init__": lambda self: None})()
     engine.module, engine.named = nn.Linear(1, 1), {"anything": torch.ones(2)}
     assert list(complete(engine).params()) == ["anything"]
@@ -389,7 +389,7 @@ def test_a_complete_engine_without_a_model_is_held_to_types_alone():
         (Settings(params={}, good_steps=True), "a number for good_steps, or None"),
     ],
 )
-def test_settings_of_another_type(told, words):
+def test_invalid_settings_are_an_error(told, words):
     engine = type("Bare", (Engine,), {"__init__": lambda self: None})()
     engine.module = nn.Linear(1, 1)
     engine.settings = lambda: told

@@ -1,4 +1,4 @@
-"""The bare model: params by name behind wrappers; untrained ones, seen only where that is right."""
+"""The bare model: params found under wrappers; frozen params, observed only if comparable."""
 
 import pytest
 import torch
@@ -20,18 +20,18 @@ def known_of(module):
 
 
 def seen(module, known, *, told=None):
-    """What is there of the weight, the only param that is never trained."""
+    """Observation of the weight, the only frozen param."""
     told = {} if told is None else told
     (only,) = look_at(known, told=told, held=dict(module.named_parameters()))
     assert only.name == "weight"
     return only
 
 
-def test_what_is_trained_is_not_noted(module):
+def test_trained_params_are_not_recorded(module):
     assert known_of(module).keys() == {"weight"}
 
 
-def test_a_change_in_its_own_memory_is_shown(module):
+def test_change_in_place_is_observed(module):
     known = known_of(module)
     with torch.no_grad():
         module.weight[1, 2] += 1
@@ -39,31 +39,31 @@ def test_a_change_in_its_own_memory_is_shown(module):
     assert (only.now - only.values).nonzero().tolist() == [[1, 2]]
 
 
-def test_a_wrapper_may_stand_around_it(module):
+def test_param_under_a_wrapper_is_observed(module):
     known = known_of(module)
     assert seen(nn.Sequential(module), known).now is not None
 
 
-def test_what_is_put_in_its_place_is_nobody_elses_affair(module):
+def test_replaced_param_is_not_observed(module):
     known = known_of(module)
     module.weight.data = module.weight.detach() * 3
     assert seen(module, known).now is None
 
 
-def test_what_is_put_in_its_place_is_shown_where_told_params_are_the_modules(module):
+def test_replaced_param_is_observed_if_reported_params_are_the_modules(module):
     known = known_of(module)
     module.weight.data = module.weight.detach() * 3
     only = seen(module, known, told={"bias": module.bias.detach()})
     assert torch.equal(only.now, only.values * 3)
 
 
-def test_told_copies_say_nothing_of_what_the_module_has(module):
+def test_reported_copies_do_not_prove_that_a_param_was_replaced(module):
     known = known_of(module)
     module.weight.data = module.weight.detach() * 3
     assert seen(module, known, told={"bias": module.bias.detach().clone()}).now is None
 
 
-def test_what_the_engine_tells_is_taken_at_its_word(module):
+def test_reported_values_are_observed(module):
     known = known_of(module)
     module.weight.data = torch.zeros(1)
     whole = known["weight"].values.reshape(-1) + 1
@@ -85,19 +85,19 @@ PARTIAL = {
 
 
 @pytest.mark.parametrize("what", PARTIAL)
-def test_what_cannot_be_compared_is_not_shown(module, what):
+def test_incomparable_tensor_is_not_observed(module, what):
     known = known_of(module)
     other = PARTIAL[what](module.weight.detach().clone())
     assert seen(module, known, told={"weight": other}).now is None
 
 
-def test_memory_of_its_own_that_was_freed_is_not_read(module):
+def test_freed_memory_is_not_read(module):
     known = known_of(module)
     freed(module.weight.detach())
     assert seen(module, known).now is None
 
 
-def test_a_wider_dtype_is_compared_after_the_cast():
+def test_wider_dtype_is_compared_after_the_cast():
     module = nn.Linear(3, 2, dtype=torch.bfloat16)
     known = known_of(module.requires_grad_(False))
     only = next(iter(look_at(known, told={"weight": module.weight.float()}, held={})))
@@ -110,7 +110,7 @@ def wrap_by_fsdp1(module):
 
 
 @pytest.mark.parametrize("wrap", [wrap_by_fsdp1, fully_shard])
-def test_shards_of_torch_are_not_shown(run_ranks, wrap):
+def test_torch_shards_are_not_observed(run_ranks, wrap):
     def program(rank):
         module = nn.Linear(3, 2)
         module.weight.requires_grad_(False)
@@ -127,19 +127,19 @@ def test_shards_of_torch_are_not_shown(run_ranks, wrap):
 @pytest.mark.parametrize(
     ("own", "name", "found"),
     [
-        # Parts may be added in front and within.
+        # Wrappers may add components in front and within.
         (["up.weight", "up.bias"], "up.weight", ["up.weight"]),
         (["module.up.weight", "up.bias"], "up.weight", ["module.up.weight"]),
         (["up._wrapped.weight", "up.bias"], "up.weight", ["up._wrapped.weight"]),
         (["a.up.b.weight", "up.bias"], "up.weight", ["a.up.b.weight"]),
-        # A name that is there is the only one; otherwise all that may be meant are given.
+        # An exact name wins; otherwise all candidates are returned.
         (["weight", "head.weight"], "weight", ["weight"]),
         (["a.weight", "b.weight"], "weight", ["a.weight", "b.weight"]),
-        # What lacks a part, or ends otherwise, is another param.
+        # A missing component or another ending means another param.
         (["weight.up"], "up.weight", []),
         (["up.weight.scale"], "up.weight", []),
         (["weight"], "up.weight", []),
     ],
 )
-def test_params_of_a_name(own, name, found):
+def test_param_names_match_under_wrappers(own, name, found):
     assert names_like(own, name) == found

@@ -1,4 +1,4 @@
-"""The plain baselines."""
+"""Baseline targets on a single device."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ ALONE = Scenario(
 @pytest.mark.parametrize("name", ["adamw", "sgd", "rprop"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("clip", [{}, {"clip_norm": 0.1}, {"clip_value": 0.001}])
-def test_one_device_alone_is_the_reference(name, dtype, clip):
+def test_single_device_equals_the_reference(name, dtype, clip):
     for target in ("single-device", "single-device-keeping-grads"):
         case = replace(
             ALONE,
@@ -42,7 +42,7 @@ def test_one_device_alone_is_the_reference(name, dtype, clip):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("keeps", [False, True])
-def test_it_holds_what_its_closed_form_says(dtype, keeps):
+def test_resident_bytes_equal_the_closed_form(dtype, keeps):
     target = "single-device-keeping-grads" if keeps else "single-device"
     case = replace(
         ALONE, model=replace(ALONE.model, dtype=dtype), system=replace(ALONE.system, target=target)
@@ -55,7 +55,7 @@ def test_it_holds_what_its_closed_form_says(dtype, keeps):
     assert {name: held.get(name, 0) for name in owed} == dict(owed)
 
 
-def test_it_is_refused_on_several_ranks():
+def test_several_ranks_are_refused():
     result = run_case(replace(ALONE, world=WorldSpec(size=2)))
     assert result.verdict == "error"
     assert "expected at most 1 data-parallel ranks, got 2" in str(result.error)

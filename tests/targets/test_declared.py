@@ -1,4 +1,4 @@
-"""What a target declares is what it is asked for, and what the reference replays."""
+"""Declarations of targets: refused cases, and the rules that the reference replays."""
 
 from dataclasses import replace
 from itertools import islice
@@ -49,7 +49,7 @@ def paths(scenario, **declared):
     return [problem.path for problem in refusals(target, scenario)]
 
 
-def test_the_plainest_case_is_within_any_capabilities():
+def test_plainest_case_is_within_any_capabilities():
     assert paths(PLAIN) == []
 
 
@@ -72,22 +72,22 @@ def test_the_plainest_case_is_within_any_capabilities():
         ({"reload": ReloadSpec(step=1)}, "reload"),
     ],
 )
-def test_what_is_not_declared_is_refused_by_its_path(parts, path):
+def test_undeclared_option_is_refused_by_its_path(parts, path):
     assert paths(replace(PLAIN, **parts)) == [path]
 
 
-def test_a_target_that_adds_in_its_own_order_refuses_every_known_one():
+def test_target_with_unknown_order_refuses_every_known_order():
     able = Capabilities(orders=("unknown",))
     assert paths(PLAIN, capabilities=able) == ["world.order_known"]
     assert paths(replace(PLAIN, world=WorldSpec(order_known=False)), capabilities=able) == []
 
 
-def test_all_problems_are_told_at_once():
+def test_all_problems_are_reported_at_once():
     scenario = replace(PLAIN, system=SystemSpec(sync="every"), run=RunSpec(micro_batches=2))
     assert paths(scenario) == ["system.sync", "run.micro_batches"]
 
 
-def test_an_option_that_is_followed_is_not_refused():
+def test_followed_option_is_accepted():
     able = Capabilities(follows=("system.sync", "run.micro_batches"))
     scenario = replace(PLAIN, system=SystemSpec(sync="every"), run=RunSpec(micro_batches=2))
     assert paths(scenario, capabilities=able) == []
@@ -102,21 +102,21 @@ def test_an_option_that_is_followed_is_not_refused():
         (("system.redundancy", (1, 2)), []),
     ],
 )
-def test_an_option_may_be_followed_for_some_values_only(only, refused):
+def test_option_may_be_followed_for_some_values_only(only, refused):
     able = Capabilities(follows=("reload",), only=(only,))
     reload = ReloadSpec(step=1, form="consolidated", weights_only=True)
     scenario = replace(PLAIN, run=RunSpec(steps=2), reload=reload)
     assert paths(scenario, capabilities=able) == refused
 
 
-def test_values_of_what_is_no_field_are_refused():
+def test_restriction_of_an_unknown_field_is_refused():
     with pytest.raises(UsageError, match=r"path of an entry of Capabilities\.only"):
         Capabilities(only=(("reload.shape", ("sharded",)),))
     with pytest.raises(UsageError, match="a path and a tuple of values"):
         Capabilities(only=("reload.form",))
 
 
-def test_a_setting_that_the_numerics_state_may_be_stated_by_a_scenario_too():
+def test_scenario_may_repeat_a_declared_numeric_rule():
     premul = replace(PLAIN, system=SystemSpec(divide="premul"))
     assert paths(premul, numerics=Numerics(divide="premul")) == []
     assert paths(premul, numerics=Numerics(divide="pre")) == ["system.divide"]
@@ -125,18 +125,18 @@ def test_a_setting_that_the_numerics_state_may_be_stated_by_a_scenario_too():
 @pytest.mark.parametrize(
     ("shape", "able"), [((), {"scalar_params": False}), ((0, 2), {"empty_params": False})]
 )
-def test_shapes_that_a_target_cannot_hold_are_refused(shape, able):
+def test_unsupported_shapes_are_refused(shape, able):
     scenario = replace(PLAIN, model=ModelSpec(name="params", shapes=((3,), shape)))
     assert paths(scenario, capabilities=Capabilities(**able)) == ["model.shapes[1]"]
     assert paths(scenario) == []
 
 
-def test_more_ranks_than_a_target_takes_are_refused():
+def test_too_many_ranks_are_refused():
     scenario = replace(PLAIN, world=WorldSpec(size=4))
     assert paths(scenario, capabilities=Capabilities(world_size_max=3)) == ["world.size"]
 
 
-def test_a_target_may_refuse_more():
+def test_target_may_add_refusals():
     mine = Problem(path="data.rows", message="expected an even number, got 3.")
     assert paths(PLAIN, refuses=lambda scenario: [mine]) == ["data.rows"]
 
@@ -144,26 +144,26 @@ def test_a_target_may_refuse_more():
 @pytest.mark.parametrize(
     "refuses", [lambda scenario: ("2D params only",), lambda scenario: "2D params only"]
 )
-def test_a_target_may_refuse_in_plain_words(refuses):
+def test_target_may_refuse_in_plain_words(refuses):
     target = Modest()
     target.refuses = refuses
     with pytest.raises(ScenarioError, match=r"system\.target: 2D params only"):
         check_asked(target, PLAIN)
 
 
-def test_the_projects_own_system_refuses_nothing():
+def test_zero_sim_refuses_nothing():
     scenario = replace(PLAIN, model=ModelSpec(name="unusual"), system=SystemSpec(sync="every"))
     assert refusals(find_target("zero_sim"), scenario) == ()
 
 
-def test_the_reference_replays_what_the_numerics_say():
+def test_reference_replays_declared_numerics():
     numerics = Numerics(divide="premul", grad_dtype="fp32")
     system = numerics.replayed(replace(PLAIN, system=SystemSpec(sync="every"))).system
     assert (system.divide, system.grad_dtype, system.sync) == ("premul", "fp32", "every")
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_avg_is_what_each_order_makes_of_it(order):
+def test_avg_follows_the_order_of_reduction(order):
     divide = {"divide": "post", "premultiply": "premul"}
     averaging = ORDERS[order](0).averaging
     scenario = replace(PLAIN, world=WorldSpec(size=2, order=order))
@@ -176,7 +176,7 @@ def test_avg_is_what_each_order_makes_of_it(order):
         assert avg.replayed(scenario).system.divide == divide[averaging]
 
 
-def test_avg_is_that_of_the_backend_where_it_adds_in_its_own_order():
+def test_avg_follows_the_backends_own_order():
     assert Numerics(divide="avg").replayed(PLAIN, added_in="nccl-ring").system.divide == "premul"
 
 
@@ -184,18 +184,18 @@ RELOADING = Capabilities(follows=("reload",), world_size_max=3)
 GROWS = replace(PLAIN, reload=ReloadSpec(step=1, world_size=4))
 
 
-def test_the_world_after_a_checkpoint_must_be_within_the_capabilities_too():
+def test_world_after_a_reload_is_checked_against_capabilities():
     assert paths(GROWS, capabilities=RELOADING) == ["reload.world_size"]
     smaller = replace(PLAIN, reload=ReloadSpec(step=1, world_size=3))
     assert paths(smaller, capabilities=RELOADING) == []
 
 
-def test_a_layout_after_a_checkpoint_that_is_not_followed_is_refused():
+def test_layout_after_a_reload_is_refused_if_not_followed():
     scenario = replace(PLAIN, reload=ReloadSpec(step=1, bucket_elems=4))
     assert paths(scenario, capabilities=RELOADING) == ["reload.bucket_elems"]
 
 
-def test_a_targets_own_refusal_is_asked_about_the_world_after_a_checkpoint():
+def test_own_refusals_are_applied_to_the_world_after_a_reload():
     def refuses(scenario):
         if scenario.world.size > 3:
             yield Problem(path="world.size", message="expected at most 3.")
@@ -204,7 +204,7 @@ def test_a_targets_own_refusal_is_asked_about_the_world_after_a_checkpoint():
     assert paths(GROWS, capabilities=able, refuses=refuses) == ["reload.world_size"]
 
 
-def test_what_is_wrong_before_and_after_a_checkpoint_is_told_once():
+def test_problem_before_and_after_a_reload_is_reported_once():
     mine = Problem(path="data.rows", message="expected an even number, got 3.")
     able = Capabilities(follows=("reload",))
     assert paths(GROWS, capabilities=able, refuses=lambda scenario: [mine]) == ["data.rows"]
@@ -226,7 +226,7 @@ CLIPPED = replace(PLAIN, optimizer=OptimizerSpec(clip_norm=1.0), world=WorldSpec
     ],
     ids=["one cell", "a norm over cells", "an unknown order"],
 )
-def test_a_norm_of_params_norms_is_refused_where_nothing_is_proven_of_it(parts, path):
+def test_norm_of_param_norms_is_refused_without_a_proven_bound(parts, path):
     assert paths(replace(CLIPPED, **parts), **BY_PARAMS) == path
     unclipped = replace(CLIPPED, optimizer=PLAIN.optimizer, **parts)
     assert paths(unclipped, **BY_PARAMS) == []
@@ -259,7 +259,7 @@ def test_a_norm_of_params_norms_is_refused_where_nothing_is_proven_of_it(parts, 
         ),
     ],
 )
-def test_a_declaration_of_what_there_is_not_is_refused(declare, words):
+def test_unknown_value_in_a_declaration_is_refused(declare, words):
     with pytest.raises(UsageError) as refused:
         declare()
     assert words in str(refused.value)
@@ -267,7 +267,7 @@ def test_a_declaration_of_what_there_is_not_is_refused(declare, words):
 
 @pytest.mark.parametrize("name", ["capabilities", "numerics"])
 @pytest.mark.parametrize("value", [{"stages": (0,)}, 5, Capabilities, "everything"])
-def test_what_is_declared_as_something_else_is_named(name, value):
+def test_declaration_of_another_type_is_an_error(name, value):
     with pytest.raises(ProtocolError, match=f"expected '{name}' of target 'modest' to be zero_sim"):
         paths(PLAIN, **{name: value})
 
@@ -285,7 +285,7 @@ def raises(scenario):
         (raises, "got KeyError: 'lost'"),
     ],
 )
-def test_refusals_of_a_targets_own_that_are_none_are_named(refuses, words):
+def test_invalid_refusals_of_a_target_are_an_error(refuses, words):
     with pytest.raises(ProtocolError) as refused:
         paths(PLAIN, refuses=refuses)
     assert "`refuses` of target 'modest'" in str(refused.value)
@@ -301,7 +301,7 @@ def test_refusals_of_a_targets_own_that_are_none_are_named(refuses, words):
         (raises, "got KeyError: 'lost'"),
     ],
 )
-def test_reduce_operations_that_are_none_are_named(told, words):
+def test_invalid_reduce_ops_are_an_error(told, words):
     target = Modest()
     target.reduce_ops = told
     with pytest.raises(ProtocolError) as refused:
@@ -310,18 +310,18 @@ def test_reduce_operations_that_are_none_are_named(told, words):
     assert words in str(refused.value)
 
 
-def test_a_refusal_says_how_to_declare_what_is_followed():
+def test_refusal_suggests_how_to_declare_the_option():
     (problem,) = refusals(Modest(), replace(PLAIN, optimizer=OptimizerSpec(clip_norm=1.0)))
     assert "follows=('optimizer.clip_norm',)" in problem.suggestion
 
 
-def test_one_device_scales_no_loss():
-    """Of a rounded factor it knows nothing."""
+def test_one_device_is_refused_with_loss_scaling():
+    """A single device does not know the rounded factor."""
     case = replace(PLAIN, expect=ExpectSpec(one_device=True))
     assert paths(case, numerics=Numerics(scale_loss="tokens")) == ["expect.one_device"]
 
 
-def test_a_root_that_is_not_told_cannot_be_followed_in_an_unknown_order():
+def test_unreported_root_factor_is_refused_in_an_unknown_order():
     able = Capabilities(follows=("optimizer.clip_norm",))
     unknown = WorldSpec(order_known=False)
     clipped = replace(PLAIN, optimizer=OptimizerSpec(clip_norm=1.0), world=unknown)
@@ -329,7 +329,7 @@ def test_a_root_that_is_not_told_cannot_be_followed_in_an_unknown_order():
         assert paths(clipped, capabilities=able, numerics=Numerics(clip=clip)) == refused
 
 
-def test_a_limit_of_divisibility_reads_the_shapes_of_a_case():
+def test_refuses_can_read_the_shapes_of_a_case():
     class Divided(Modest):
         capabilities = Capabilities()
 

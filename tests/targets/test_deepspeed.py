@@ -1,4 +1,4 @@
-"""DeepSpeed's rules by case and dtype: which there are and what is refused, without the library."""
+"""DeepSpeed's rules by case and dtype, and its refusals, without the library."""
 
 from dataclasses import replace
 from itertools import product
@@ -49,13 +49,13 @@ def rules(stage, dtype="fp32", **asked):
 @pytest.mark.parametrize(
     ("stage", "dtype"), [(s, d) for s in STAGES for d in ("fp32", "bf16", "fp16")]
 )
-def test_every_stage_takes_every_dtype_and_sums_in_it(stage, dtype):
+def test_every_stage_reduces_in_every_dtype(stage, dtype):
     found = rules(stage, dtype)
     assert (found.grad_dtype, found.reduce_dtype, found.accumulate_dtype) == ("param", None, None)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_all_but_stage_0_skips_steps_that_are_not_finite(stage):
+def test_stages_above_0_skip_non_finite_steps(stage):
     assert rules(stage).nonfinite == ("skipped" if stage else "stepped")
 
 
@@ -63,7 +63,7 @@ ALL_REDUCE = {"sum_by": "all-reduce"}
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_predivide_divides_before_an_all_reduce_and_the_rest_after_it(stage):
+def test_predivide_divides_before_and_after_the_all_reduce(stage):
     found = rules(stage, said={"predivide": "2.0"}, system=ALL_REDUCE)
     assert (found.divide, found.predivide_by) == ("postmul-rounded", 2.0)
 
@@ -74,12 +74,12 @@ def test_prescaled_gradients_are_divided_before_the_sum(stage, rule):
     assert rules(stage, said={"prescale": "true"}, system=system).divide == rule
 
 
-def test_what_is_cast_first_has_a_rule():
+def test_cast_before_the_sum_has_a_rule():
     found = rules(2, "bf16", said={"communication": "fp32"}, system=ALL_REDUCE)
     assert (found.reduce_dtype, found.accumulate_dtype) == ("fp32", "bf16")
 
 
-def test_accumulation_in_fp32_has_a_rule_where_stage_2_does_it():
+def test_fp32_accumulation_of_stage_2_has_a_rule():
     assert rules(2, "bf16", said={"accumulation": "fp32"}).accumulate_dtype == "fp32"
 
 
@@ -94,7 +94,7 @@ CLIPS = {"optimizer": OptimizerSpec(clip_norm=0.1)}
 FP16 = {"said": {"communication": "fp16"}}
 NAN = DataSpec(nan=NanSpec(step=0, rank=0))
 REFUSED = [
-    # A reduce-scatter uses neither.
+    # A reduce-scatter uses neither option.
     (2, "fp32", {"said": {"predivide": "2.0"}}, "a sum that ignores it"),
     (2, "fp32", {"said": {"prescale": "true"}}, "a sum that ignores it"),
     (
@@ -119,17 +119,17 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("stage", "dtype", "asked", "words"), REFUSED)
-def test_what_has_no_rule_or_goes_wrong_is_refused_with_the_reason(stage, dtype, asked, words):
+def test_case_without_a_rule_is_refused_with_the_reason(stage, dtype, asked, words):
     (problem,) = refused(stage, dtype, **asked)
     assert words in problem.message
 
 
 @pytest.mark.parametrize(("stage", "asked"), [(0, FP16), (3, CLIPS)])
-def test_what_is_refused_beside_something_else_is_taken_alone(stage, asked):
+def test_options_refused_in_combination_are_accepted_alone(stage, asked):
     assert not refused(stage, **asked)
 
 
-def test_all_other_options_of_a_stage_have_rules_or_a_reason():
+def test_every_combination_of_options_has_rules_or_a_reason():
     for stage, dtype, by in product(
         STAGES, ("fp32", "bf16", "fp16"), ("reduce-scatter", "all-reduce")
     ):
@@ -143,7 +143,7 @@ def test_all_other_options_of_a_stage_have_rules_or_a_reason():
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_losses_are_scaled_in_fp16_alone(stage):
+def test_losses_are_scaled_in_fp16_only(stage):
     optimizer = OptimizerSpec(loss_scale=SCALE)
     assert not refused(stage, "fp16", optimizer=optimizer)
     (problem,) = refused(stage, "bf16", optimizer=optimizer)
@@ -158,7 +158,7 @@ def test_losses_are_scaled_in_fp16_alone(stage):
         OptimizerSpec(name="sgd", groups=(ParamGroupSpec(match="bias", weight_decay=0.1),)),
     ],
 )
-def test_halves_without_zero_are_stepped_by_sgd_without_decay(optimizer):
+def test_stage_0_in_bf16_accepts_only_sgd_without_decay(optimizer):
     (problem,) = refused(0, "bf16", optimizer=optimizer)
     assert "starts with a step on zero gradients" in problem.message
     assert not refused(0, "fp32", optimizer=optimizer)
@@ -170,7 +170,7 @@ def reloaded(stage, dtype="fp32", **said):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_checkpoint_is_loaded_by_as_many_ranks_as_saved_it(stage):
+def test_checkpoint_is_loaded_only_by_the_same_number_of_ranks(stage):
     assert not reloaded(stage)
     assert not reloaded(stage, world_size=3)
     (problem,) = reloaded(stage, world_size=2)
@@ -178,19 +178,21 @@ def test_a_checkpoint_is_loaded_by_as_many_ranks_as_saved_it(stage):
     assert "elastic" in problem.message
 
 
-def test_a_checkpoint_has_a_file_a_rank():
+def test_consolidated_checkpoints_are_refused():
     assert [problem.path for problem in reloaded(1, form="consolidated")] == ["reload.form"]
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(1, "bf16"), (2, "fp16"), (3, "fp32")])
-def test_weights_alone_are_loaded_where_params_are_masters(stage, dtype):
+def test_weights_only_load_is_accepted_if_params_are_masters(stage, dtype):
     assert not reloaded(2, "fp32", weights_only=True)
     (problem,) = reloaded(stage, dtype, weights_only=True)
     assert problem.path == "reload.weights_only"
 
 
-def test_one_row_on_one_rank_is_refused_at_stage_3_where_addresses_decide_bits():
-    """Of fp32 products alone: those of other dtypes, and of several rows, are the same anywhere."""
+def test_one_row_on_one_rank_is_refused_at_stage_3():
+    """The bits of an fp32 product of one row depend on addresses. Other dtypes and several rows do
+    not.
+    """
     alone = {"world": WorldSpec(size=1), "data": DataSpec(rows=1)}
     (problem,) = refused(3, **alone)
     assert problem.path == "data.rows"
@@ -211,7 +213,7 @@ def asked_universal(stage, dtype="fp32", **asked):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_only_universal_checkpoints_are_loaded_by_other_numbers_of_ranks(stage):
+def test_only_universal_checkpoints_change_the_number_of_ranks(stage):
     (problem,) = refused(stage, optimizer=ADAM, **GROWS)
     assert problem.path == "reload.world_size"
     assert "option universal" in problem.suggestion
@@ -231,12 +233,12 @@ def test_stage_0_has_no_universal_checkpoints():
         (OptimizerSpec(amsgrad=True), ["optimizer.amsgrad"]),
     ],
 )
-def test_universal_checkpoints_have_two_states(optimizer, paths):
+def test_universal_checkpoints_need_two_moments(optimizer, paths):
     assert asked_universal(1, optimizer=optimizer) == paths
     assert not refused(1, said=UNIVERSAL, optimizer=optimizer)
 
 
-def test_universal_checkpoints_are_loaded_with_all_that_they_have():
+def test_universal_checkpoints_are_not_loaded_weights_only():
     weights = ReloadSpec(step=1, weights_only=True)
     assert asked_universal(2, optimizer=ADAM, reload=weights) == ["reload.weights_only"]
 
@@ -244,7 +246,7 @@ def test_universal_checkpoints_are_loaded_with_all_that_they_have():
 @pytest.mark.parametrize(
     ("elems", "ranks", "fits"), [(6, 4, False), (7, 4, True), (4, 2, True), (2, 2, False)]
 )
-def test_every_rank_has_a_part_of_each_group_of_a_universal_checkpoint(elems, ranks, fits):
+def test_universal_checkpoint_needs_a_part_of_each_group_on_each_rank(elems, ranks, fits):
     asked = {
         "model": ModelSpec(name="params", shapes=((elems,), (40,))),
         "optimizer": GROUPS,
@@ -253,7 +255,7 @@ def test_every_rank_has_a_part_of_each_group_of_a_universal_checkpoint(elems, ra
     assert asked_universal(2, **asked) == ([] if fits else ["reload.world_size"])
 
 
-def test_stage_3_loads_a_universal_checkpoint_of_one_group():
+def test_stage_3_loads_a_universal_checkpoint_of_one_group_only():
     assert asked_universal(3, model=SMALL, optimizer=GROUPS) == ["optimizer.groups"]
     assert not asked_universal(3, model=SMALL, optimizer=ADAM)
 
@@ -268,7 +270,7 @@ def test_stage_3_loads_a_universal_checkpoint_of_one_group():
         (2, "fp16", {"data": NAN}, True),
     ],
 )
-def test_stage_3_makes_universal_checkpoints_after_a_step(stage, dtype, asked, fits):
+def test_stage_3_saves_universal_checkpoints_only_after_a_step(stage, dtype, asked, fits):
     assert asked_universal(stage, dtype, optimizer=ADAM, **asked) == (
         [] if fits else ["reload.step"]
     )

@@ -1,4 +1,4 @@
-"""Engines around an optimizer of one's own: right as they are, and their hooks are judged."""
+"""Engines around an optimizer: correct by default, and faults in their hooks are found."""
 
 import pytest
 import torch
@@ -88,21 +88,21 @@ def owner(name):
     return int(name[1:]) % 2  # Rank 2 owns nothing.
 
 
-def test_whole_params_that_every_rank_steps():
+def test_whole_params_stepped_by_every_rank_pass():
     assert passes(judged(whole(), stage=0, warmup_steps=2))
 
 
-def test_a_frozen_param_is_not_stepped():
+def test_frozen_param_is_not_stepped():
     freeze = (FreezeSpec(param="p1", start=1, stop=2),)
     assert passes(judged(whole(), stage=0, freeze=freeze))
 
 
-def test_whole_params_with_a_rank_that_owns_none():
+def test_rank_without_params_passes():
     assert passes(judged(whole(owner_of=owner)))
 
 
 class Sharded(torch.optim.Optimizer):
-    """Optimizer that steps its own params and broadcasts them, in the manner of an exercise."""
+    """Optimizer that steps its own params and broadcasts them, as in an exercise."""
 
     def __init__(self, spec, named, group):
         self.named, self.group = named, group
@@ -128,7 +128,7 @@ class Exercise(WholeParamEngine):
         return {} if self.optimizer.own is None else self.optimizer.own.state.get(param, {})
 
 
-def test_an_optimizer_that_shards_and_broadcasts_by_itself():
+def test_optimizer_that_shards_and_broadcasts_itself_passes():
     def build(module, scenario, group):
         optimizer = Sharded(scenario.optimizer, dict(module.named_parameters()), group)
         return Exercise(module, optimizer, group=group, owner_of=owner)
@@ -150,17 +150,17 @@ class Unshared(WholeParamEngine):
 @pytest.mark.parametrize(
     ("kind", "check"), [(Undivided, "equality.grad"), (Unshared, "equality.params")]
 )
-def test_a_wrong_hook_of_whole_params_shows(kind, check):
+def test_wrong_hook_of_whole_params_is_found(kind, check):
     assert first(judged(whole(kind, owner_of=owner))) == check
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_flat_shards(dtype):
+def test_flat_shards_pass(dtype):
     told = "sum" if dtype == "fp32" else "fp32"
     assert passes(judged(flat(), dtype=dtype, told_dtype=told, warmup_steps=2))
 
 
-def test_flat_shards_of_more_ranks_than_elements():
+def test_more_ranks_than_elements_pass():
     assert passes(judged(flat(), shapes=((1,), (1,))))
 
 
@@ -171,7 +171,7 @@ class Uneven(FlatShardEngine):
         return start, start + least + (rank < longer)
 
 
-def test_flat_shards_of_lengths_that_differ():
+def test_uneven_flat_shards_pass():
     assert passes(judged(flat(Uneven)))
 
 
@@ -200,11 +200,11 @@ class Stepped(FlatShardEngine):
         (Stepped, "equality.master"),
     ],
 )
-def test_a_wrong_hook_of_flat_shards_shows(kind, check):
+def test_wrong_hook_of_flat_shards_is_found(kind, check):
     assert first(judged(flat(kind))) == check
 
 
-def test_padding_that_is_written_shows():
+def test_written_padding_is_found():
     class Padded(FlatShardEngine):
         def update(self):
             super().update()
@@ -215,7 +215,7 @@ def test_padding_that_is_written_shows():
     assert first(judged(flat(Padded))) == "invariant.padding"
 
 
-def test_a_shard_that_ends_early_is_named_by_its_elements():
+def test_missing_part_is_an_ownership_finding():
     class Late(FlatShardEngine):
         def parts(self):
             parts = list(super().parts())
@@ -224,8 +224,8 @@ def test_a_shard_that_ends_early_is_named_by_its_elements():
     assert first(judged(flat(Late))) == "invariant.ownership"
 
 
-def test_parts_of_a_flat_shard_have_its_range_with_the_padding():
-    """A norm of the shard has other bits if the padding after its last param is left out."""
+def test_parts_of_a_flat_shard_include_its_padding():
+    """The norm of a shard has other bits without the padding after its last param."""
     params = {"a": torch.zeros(3), "b": torch.zeros(2)}
     shard = torch.zeros(4)
     (part,) = flat_parts(params, first=4, master=shard, grad=None, state={})

@@ -1,4 +1,4 @@
-"""A target of somebody else: whatever its code does on the way in is a mistake in it."""
+"""Importing a user's target: every failure of its code is a usage error."""
 
 import itertools
 import signal
@@ -15,7 +15,7 @@ RIGHT = "    def build(self, module, *, scenario, group): ...\n"
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
-    """Load `T` of a module with some code in it."""
+    """Load `T` from a module with the given code."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -43,7 +43,7 @@ def load(tmp_path, monkeypatch):
         ("class T:\n" + RIGHT, "expected a target, with `name` and `build`"),
     ],
 )
-def test_what_does_not_come_through_is_a_usage_error(load, code, told):
+def test_failure_to_import_is_a_usage_error(load, code, told):
     with pytest.raises(UsageError, match=told):
         load(code)
 
@@ -56,18 +56,18 @@ def test_what_does_not_come_through_is_a_usage_error(load, code, told):
         ("other = 1", ""),
     ],
 )
-def test_a_name_that_the_module_lacks_is_said_with_the_nearest_one(load, code, near):
+def test_missing_name_is_reported_with_the_nearest_one(load, code, near):
     said = r"^expected module 'theirs_\d+' to have the name 'T' of --target theirs_\d+:T, got no "
     with pytest.raises(UsageError, match=said + rf"such name in .*theirs_\d+\.py\.{near}$"):
         load(code)
 
 
-def test_a_name_that_is_none_is_not_called_missing(load):
+def test_target_of_none_is_not_called_missing(load):
     with pytest.raises(UsageError, match="expected a target, with `name` and `build`, got None"):
         load("T = None")
 
 
-def test_it_shows_the_users_frames_alone(load):
+def test_traceback_contains_only_user_frames(load):
     with pytest.raises(UsageError) as raised:
         load("def fail():\n    raise ValueError('no')\n\nfail()")
     text = str(raised.value)
@@ -77,12 +77,12 @@ def test_it_shows_the_users_frames_alone(load):
     ]
 
 
-def test_what_takes_more_than_it_is_given_by_default_is_right(load):
+def test_extra_arguments_with_defaults_are_accepted(load):
     code = "class T:\n    name = 't'\n    def build(self, module, *, group, deep=2, **rest): ..."
     assert load(code).name == "t"
 
 
-def test_what_cannot_be_looked_at_is_taken_as_it_is():
+def test_builtin_without_a_signature_is_accepted():
     class T:
         name = "t"
         build = min
@@ -90,7 +90,7 @@ def test_what_cannot_be_looked_at_is_taken_as_it_is():
     assert check_target(T(), of="here").name == "t"
 
 
-def test_an_interrupt_while_it_imports_is_one(load, monkeypatch):
+def test_interrupt_during_import_is_raised(load, monkeypatch):
     monkeypatch.setattr(signals, "_last_heard", -signals.SAME_SECONDS)
     with pytest.raises(KeyboardInterrupt):
         load(f"import signal\nsignal.raise_signal({int(signal.SIGTERM)})")

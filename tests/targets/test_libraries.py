@@ -1,4 +1,4 @@
-"""Targets of libraries that may not be installed: what holds of them without them."""
+"""Targets of libraries, checked without the libraries themselves."""
 
 import sys
 import tomllib
@@ -23,7 +23,7 @@ NAMES = library_target_names()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_is_found_by_name_and_declares_what_it_can_do(name):
+def test_library_target_is_found_by_name_with_capabilities(name):
     target = find_target(name)
     assert name_of(target) == name
     assert name not in target_names()
@@ -32,7 +32,7 @@ def test_it_is_found_by_name_and_declares_what_it_can_do(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_extra_installs_a_version_that_is_pinned(name):
+def test_extra_installs_a_pinned_version(name):
     library = find_target(name).library
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (wanted,) = project["optional-dependencies"][library.extra]
@@ -41,14 +41,14 @@ def test_its_extra_installs_a_version_that_is_pinned(name):
     assert [line for line in pins if line.startswith(f"{package}==")] == [library.judged]
 
 
-def test_none_of_them_is_imported_with_zero_sim():
+def test_importing_zero_sim_imports_no_library():
     packages = {find_target(name).library.package.partition(".")[0] for name in NAMES}
     assert packages
     assert packages.isdisjoint(sys.modules)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_shipped_scenario_runs_it(name):
+def test_a_shipped_scenario_runs_each_library(name):
     cases = [
         case
         for folder in ("libraries", "upstream")
@@ -57,18 +57,18 @@ def test_a_shipped_scenario_runs_it(name):
     assert any(case.scenario.system.target == name for case in cases)
 
 
-def test_a_library_that_is_missing_is_told_with_what_installs_it():
+def test_missing_library_is_reported_with_its_install_command():
     said = [why_missing(find_target(name)) for name in NAMES]
     assert all("Try `pip install" in why for why in said if why)
 
 
 UPSTREAM = sorted((ROOT / "scenarios" / "upstream").glob("*.py"))
 WITHOUT_TARGET = {"accelerate", "examples", "fairscale"}
-"""Libraries, and public examples, of which there are scripts alone."""
+"""Libraries and public examples that have scripts but no target."""
 
 
 @pytest.mark.parametrize("path", UPSTREAM, ids=lambda path: path.stem)
-def test_a_known_divergence_has_all_that_its_authors_need(path):
+def test_known_divergence_has_a_complete_report(path):
     script, text = (path.with_suffix(suffix).read_text() for suffix in (".py", ".md"))
     assert "zero_sim" not in script
     assert "torchrun" in script
@@ -77,9 +77,9 @@ def test_a_known_divergence_has_all_that_its_authors_need(path):
 
 
 @pytest.mark.parametrize("path", UPSTREAM, ids=lambda path: path.stem)
-def test_a_known_divergence_of_a_target_is_a_case_that_expects_it(path):
+def test_known_divergence_of_a_target_has_a_case_that_expects_it(path):
     case = path.with_suffix(".toml")
-    # The last is about a function that no target of torch calls.
+    # The exception is about a function that no torch target calls.
     if path.stem.partition("-")[0] in WITHOUT_TARGET or path.stem == "torch-state-without-tensors":
         assert not case.exists()
         return

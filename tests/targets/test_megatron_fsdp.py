@@ -1,4 +1,4 @@
-"""Megatron-FSDP: rules by case and dtype, what is refused, and that it runs where it is."""
+"""Megatron-FSDP: rules by case and dtype, refusals, and a run if it is installed."""
 
 import sys
 from dataclasses import replace
@@ -49,22 +49,22 @@ def rules(stage, dtype="fp32", **asked):
 
 
 @pytest.mark.parametrize(("stage", "sync"), [(0, "last"), (1, "last"), (2, "every"), (3, "every")])
-def test_what_is_scattered_is_summed_every_micro_batch(stage, sync):
+def test_sharded_gradients_are_reduced_every_micro_batch(stage, sync):
     assert rules(stage, micro_batches=2).sync == sync
 
 
 @pytest.mark.parametrize(("stage", "sync"), [(1, "last"), (2, "every-in-block")])
-def test_blocks_are_added_at_last(stage, sync):
+def test_replicas_are_reduced_at_the_last_micro_batch(stage, sync):
     assert rules(stage, ranks=4, redundancy=2, micro_batches=2).sync == sync
 
 
-def test_an_average_is_taken_each_round_where_rounds_are_summed():
+def test_average_is_taken_per_round_if_rounds_are_summed():
     said = {"average": "true"}
     assert [rules(stage, said=said).divide_each for stage in STAGES] == ["step"] * 2 + ["round"] * 2
     assert {rules(stage, said=said).divide for stage in STAGES} == {"avg"}
 
 
-def test_gradients_accumulate_in_one_dtype_and_are_summed_in_another():
+def test_accumulation_and_reduction_may_have_different_dtypes():
     found = rules(3, "bf16", said={"main_grads": "fp32", "communication": "bf16"}, micro_batches=2)
     assert (found.accumulate_dtype, found.reduce_dtype) == ("fp32", "param")
     found = rules(1, "bf16", said={"main_grads": "fp32"})
@@ -79,14 +79,14 @@ MASTERS = {"said": {"main_params": "param"}}
     ("stage", "dtype", "asked", "words"),
     [
         (1, "fp32", ADDED, "not rounded to bf16"),
-        # What one rank has all of is added as if it were not sharded.
+        # On one rank, gradients are added as if not sharded.
         (2, "fp32", {**ADDED, "ranks": 1}, "not rounded to bf16"),
         (3, "fp32", {**ADDED, "ranks": 1}, "not rounded to bf16"),
         (3, "bf16", {"said": {"communication": "fp32"}}, "rounds a sum in fp32 to bf16"),
         (1, "bf16", MASTERS, "masters would not be fp32"),
     ],
 )
-def test_what_has_no_rule_is_refused_with_the_reason(stage, dtype, asked, words):
+def test_case_without_a_rule_is_refused_with_the_reason(stage, dtype, asked, words):
     (problem,) = refused(stage, dtype, **asked)
     assert words in problem.message
 
@@ -100,7 +100,7 @@ def test_what_has_no_rule_is_refused_with_the_reason(stage, dtype, asked, words)
         (1, MASTERS),
     ],
 )
-def test_where_nothing_is_rounded_it_is_not_refused(stage, asked):
+def test_case_without_rounding_is_accepted(stage, asked):
     assert not refused(stage, **asked)
 
 
@@ -115,20 +115,20 @@ def test_where_nothing_is_rounded_it_is_not_refused(stage, asked):
         (1, {"model": ModelSpec(name="params", shapes=((1, 3), (2, 2)))}, "cuts a row in two"),
     ],
 )
-def test_what_goes_wrong_is_refused_but_as_is(stage, asked, says):
+def test_known_fault_is_refused_except_by_the_as_is_target(stage, asked, says):
     (problem,) = refused(stage, **asked)
     assert says in problem.message
     assert not refused(stage, by=find_target("megatron-fsdp-as-is"), **asked)
 
 
-def test_the_optimizer_is_sharded_by_the_library_where_that_does_nothing_to_it():
+def test_sharded_optimizer_is_accepted_if_it_changes_no_update():
     said, sgd = {"shard_optimizer": "true"}, OptimizerSpec(name="sgd")
     decays = replace(sgd, groups=(ParamGroupSpec(match="bias", weight_decay=0.1),))
     assert not refused(3, said=said, optimizer=sgd)
     assert refused(3, said=said, optimizer=decays)
 
 
-def test_all_options_of_a_stage_have_rules_or_a_reason():
+def test_every_combination_of_options_has_rules_or_a_reason():
     drawn = [(option.default, *option.values) for option in TARGET.options.values()]
     for stage, dtype, values in product(STAGES, ("fp32", "bf16"), product(*drawn)):
         said = {
@@ -138,7 +138,7 @@ def test_all_options_of_a_stage_have_rules_or_a_reason():
         assert refusals(TARGET, asked) or isinstance(numerics_of(TARGET, asked), Numerics)
 
 
-def test_it_is_imported_as_if_megatron_core_was_not_there(monkeypatch, tmp_path):
+def test_import_hides_megatron_core(monkeypatch, tmp_path):
     (tmp_path / "megatron_fsdp.py").write_text(
         "try:\n    import megatron.core\nexcept ImportError:\n    alone = True\n"
     )

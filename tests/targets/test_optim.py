@@ -1,4 +1,4 @@
-"""Helpers that read a scenario's optimizer: for targets of other people, too."""
+"""Helpers for targets that read a scenario's optimizer."""
 
 import pytest
 import torch
@@ -29,17 +29,17 @@ SCENARIO = Scenario(schema=1, model=ModelSpec(name="mlp"), optimizer=OptimizerSp
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_scenario_in_place_of_its_optimizer_is_refused(helper, arguments):
+def test_scenario_instead_of_its_optimizer_is_refused(helper, arguments):
     with pytest.raises(ProtocolError, match=r"got a Scenario\. Pass scenario\.optimizer\."):
         helper(SCENARIO, *arguments)
 
 
-def test_learning_rates_of_what_is_no_optimizer_are_refused():
+def test_learning_rates_without_an_optimizer_are_refused():
     with pytest.raises(ProtocolError, match="expected an optimizer with param_groups"):
         LearningRates(SCENARIO)
 
 
-def test_the_state_of_a_step_is_flat():
+def test_optimizer_state_is_flattened():
     param = torch.nn.Parameter(torch.ones(2, 3))
     optimizer = plain_optimizer(SCENARIO.optimizer, {"w": param})
     param.grad = torch.ones(2, 3)

@@ -1,4 +1,4 @@
-"""Options of a target's own: declared, drawn, recorded, refused, shrunk."""
+"""Options of a target: declared, drawn, recorded, refused, shrunk."""
 
 import pytest
 from hypothesis import strategies as st
@@ -31,7 +31,7 @@ OPTIONS = {
 
 
 class Opted(Target):
-    """A system that divides by a factor too much, where an option says so."""
+    """A target whose option multiplies the divisor by a wrong factor."""
 
     options = OPTIONS
 
@@ -42,7 +42,7 @@ class Opted(Target):
         return super().build(module, scenario=scenario, group=group)
 
 
-def test_what_a_case_leaves_out_is_as_by_default():
+def test_omitted_options_have_their_defaults():
     case = with_options(CASE, {"fast": "true"})
     assert chosen_options(Opted(), case) == {"wrong by": 1.0, "colour": "red", "fast": True}
 
@@ -54,7 +54,7 @@ def test_options_are_recorded_in_the_case():
     assert parse_cases(text, source="here", stem="opted")[0].system.options == case.system.options
 
 
-def test_what_a_target_has_not_is_refused():
+def test_unknown_options_and_values_are_refused():
     refused = [
         ({"colou": "red"}, "Try 'colour'"),
         ({"fast": "yes"}, "expected true or false, got 'yes'"),
@@ -68,7 +68,7 @@ def test_what_a_target_has_not_is_refused():
     ]
 
 
-def test_an_option_may_fit_some_cases_only():
+def test_option_may_fit_some_cases_only():
     fits = Option(default=0, values=(1,), fits=lambda case: "two ranks" * (case.world.size == 2))
     target = Opted()
     target.options = {"n": fits}
@@ -76,7 +76,7 @@ def test_an_option_may_fit_some_cases_only():
     assert "two ranks" in refusals(target, with_options(CASE, {"n": "1"}))[0].message
 
 
-def test_drawn_cases_have_them():
+def test_drawn_cases_have_options():
     drawn = [
         case for case, _ in zip(draws(drawn_cases(Opted()), seed="7"), range(60), strict=False)
     ]
@@ -86,7 +86,7 @@ def test_drawn_cases_have_them():
     assert any(not case.system.options for case in drawn)
 
 
-def test_a_value_of_another_type_is_an_error_of_the_declaration():
+def test_value_of_another_type_is_an_error_of_the_declaration():
     target = Opted()
     target.options = {"n": Option(default=0, values=("one",))}
     with pytest.raises(ProtocolError, match="draw values like its default, 0, got 'one'"):
@@ -99,7 +99,7 @@ def test_a_value_of_another_type_is_an_error_of_the_declaration():
         options_of(target)
 
 
-def test_an_option_that_has_nothing_to_do_with_it_is_shrunk_away():
+def test_irrelevant_options_are_shrunk_away():
     target = Opted()
     case = with_options(CASE, {"wrong by": "3.0", "colour": "blue", "fast": "true"})
     judge = lambda other: run_case(other, target=target)  # noqa: E731
@@ -115,7 +115,7 @@ def test_an_option_that_has_nothing_to_do_with_it_is_shrunk_away():
     assert [each.name for each in reduced.scenario.system.options] == ["wrong by"]
 
 
-def test_what_is_said_is_held_to_what_there_is():
+def test_option_values_are_checked_against_declarations():
     check_said(Opted(), {"fast": "true"})
     with pytest.raises(UsageError, match="expected --option to name an option of target 'ruled'"):
         check_said(Opted(), {"slow": "true"})

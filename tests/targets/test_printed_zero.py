@@ -1,4 +1,6 @@
-"""Per-param ZeRO as articles print it, an example: what is found, and that mended it is right."""
+"""Example of per-param ZeRO as articles print it: its faults are found, and the fixed one
+passes.
+"""
 
 from pathlib import Path
 
@@ -20,7 +22,7 @@ def target_named(monkeypatch):
 
 @pytest.fixture
 def judged(target_named):
-    """Judge a printed target on bare params, or on an mlp without shapes."""
+    """Judge a printed target on bare params, or on an mlp if no shapes are given."""
 
     def judge(name, *, size, shapes=None):
         model = (
@@ -38,27 +40,27 @@ def judged(target_named):
     return judge
 
 
-def test_stage_1_is_right_where_the_ranks_divide_every_param(judged):
+def test_stage_1_passes_if_ranks_divide_every_param(judged):
     result = judged("STAGE_1", shapes=((4,), (2, 4)), size=4)
     assert result.verdict == "pass", result.findings
 
 
 @pytest.mark.parametrize("elems", [1, 3, 5, 7])
-def test_and_fails_where_they_do_not(judged, elems):
+def test_stage_1_fails_if_ranks_do_not_divide_a_param(judged, elems):
     result = judged("STAGE_1", shapes=((4,), (elems,)), size=4)
     assert [finding.check for finding in result.findings] == ["world.rank-failed"]
     assert "assign a gradient of size" in result.findings[0].message
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_mended_it_is_right_for_every_size(judged, size):
+def test_fixed_stage_1_passes_for_every_size(judged, size):
     shapes = ((size - 1,), (size,), (size + 1,), (1,), (0,), (), (2, 3))
     result = judged("STAGE_1_MENDED", shapes=shapes, size=size)
     assert result.verdict == "pass", result.findings
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-def test_stage_3_frees_before_backward_needs(judged):
+def test_stage_3_frees_params_before_backward(judged):
     result = judged("STAGE_3", size=2)
     assert [finding.check for finding in result.findings] == ["world.rank-failed"]
     assert "size of tensor a (0)" in result.findings[0].message
@@ -66,7 +68,7 @@ def test_stage_3_frees_before_backward_needs(judged):
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("path", sorted(EXAMPLE.glob("*.toml")), ids=lambda path: path.stem)
-def test_its_scenarios_run_as_their_first_lines_say(target_named, path):
+def test_example_scenarios_have_their_expected_results(target_named, path):
     name = path.read_text().partition("\n")[0].rpartition(":")[2]
     for case in load_cases(path):
         result = run_case(case, target=target_named(name))

@@ -27,29 +27,29 @@ class Target:
         ({"packages": ("lib.part",)}, "a top-level package, got 'lib.part'"),
     ],
 )
-def test_what_is_no_name_is_refused(declared, message):
+def test_invalid_name_is_refused(declared, message):
     with pytest.raises(UsageError, match=message):
         RankLocal(**declared)
 
 
-def test_a_target_that_declares_nothing_has_none():
+def test_target_without_a_declaration_has_no_rank_local_state():
     assert rank_local_of(Target()) is None
     assert rank_local_of(Target(rank_local=None)) is None
 
 
-def test_something_else_for_a_declaration_is_a_mistake_in_the_target():
+def test_declaration_of_another_type_is_an_error():
     with pytest.raises(ProtocolError, match=r"'rank_local' of target 'theirs'.*got \['lib:X'\]"):
         rank_local_of(Target(rank_local=["lib:X"]))
 
 
-def test_a_missing_package_names_the_extra_that_installs_it():
+def test_missing_package_names_the_extra_that_installs_it():
     target = Target(library=Library(package="no_such_lib", extra="nosuch"))
     assert why_missing(target).endswith('Try `pip install "zero-sim[nosuch]"`.')
     with pytest.raises(EnvironmentProblem, match="needs the package 'no_such_lib'"):
         prepare(target)
 
 
-def test_what_a_library_reads_is_set_where_nobody_has_set_it(monkeypatch):
+def test_library_environment_keeps_variables_already_set(monkeypatch):
     monkeypatch.setenv("ZERO_SIM_A", "theirs")
     monkeypatch.delenv("ZERO_SIM_B", raising=False)
     environment = (("ZERO_SIM_A", "ours"), ("ZERO_SIM_B", "ours"))

@@ -1,4 +1,4 @@
-"""State of one layout is recorded as parts, and read as whole params."""
+"""State of one layout, recorded as parts and read as whole params."""
 
 import json
 
@@ -13,7 +13,7 @@ def part(start, *values, **state):
     return OwnedPart(place=place, grad=None, master=torch.tensor(values), state=state)
 
 
-def test_parts_of_ranks_are_one_param():
+def test_parts_of_ranks_become_one_param():
     record, param = Record(), torch.zeros(3, 1)
     record.note_parts(0, [part(0, 1.0, 2.0, mean=torch.tensor([4.0, 5.0]))])
     record.note_parts(0, [part(2, 3.0, mean=torch.tensor([6.0]))])
@@ -22,7 +22,7 @@ def test_parts_of_ranks_are_one_param():
     assert torch.equal(state["mean"], torch.tensor([[4.0], [5.0], [6.0]]))
 
 
-def test_a_counter_and_state_of_another_shape_stay_whole():
+def test_counter_and_state_of_another_shape_stay_whole():
     record = Record()
     scales = torch.ones(2, dtype=torch.uint8)
     record.note_parts(0, [part(0, 1.0, 2.0, 3.0, step=torch.tensor(7.0), scales=scales)])
@@ -31,14 +31,14 @@ def test_a_counter_and_state_of_another_shape_stay_whole():
     assert torch.equal(state["scales"], scales)
 
 
-def test_params_stand_for_masters_that_are_not_reported():
+def test_params_replace_unreported_masters():
     record, param = Record(), torch.zeros(2)
     record.note_params(0, {"w": torch.tensor([1.0, 2.0])})
     assert record.put(0, "w", param) == {}
     assert param.tolist() == [1.0, 2.0]
 
 
-def test_what_is_noted_does_not_change_with_live_state():
+def test_record_does_not_change_with_live_state():
     record, param, live = Record(), torch.zeros(2), part(0, 1.0, 2.0)
     record.note_parts(0, [live])
     live.master.zero_()
@@ -46,7 +46,7 @@ def test_what_is_noted_does_not_change_with_live_state():
     assert param.tolist() == [1.0, 2.0]
 
 
-def test_a_record_comes_back_from_json():
+def test_record_roundtrips_through_json():
     record, param = Record(), torch.zeros(2, dtype=torch.bfloat16)
     empty = torch.zeros(0, dtype=torch.int64)
     record.note_params(1, {"v": torch.tensor([1.5, -0.0]).bfloat16()})

@@ -1,4 +1,4 @@
-"""Targets by name: registered ones, and a user's own where it is asked for."""
+"""Targets by name: registered ones, and a user's own by `module:name`."""
 
 from importlib import import_module
 
@@ -18,17 +18,17 @@ def module(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-def test_torchs_own_are_registered():
+def test_torch_targets_are_registered():
     assert {"torch-ddp", "torch-zero-redundancy", "torch-fsdp2"} <= set(target_names())
 
 
-def test_a_name_without_a_colon_is_a_registered_one():
+def test_name_without_a_colon_is_a_registered_target():
     assert import_target("torch-ddp") is find_target("torch-ddp")
 
 
 @pytest.mark.parametrize("attribute", ["Mine", "made"])
 @pytest.mark.usefixtures("module")
-def test_a_users_own_is_an_object_or_a_class(attribute):
+def test_user_target_is_an_object_or_a_class(attribute):
     assert import_target(f"a_users_target:{attribute}").name == "mine"
 
 
@@ -40,31 +40,31 @@ def test_a_users_own_is_an_object_or_a_class(attribute):
         (":Mine", "expected --target module:name"),
     ],
 )
-def test_what_is_not_there_is_named(name, message):
+def test_missing_module_or_name_is_refused(name, message):
     with pytest.raises(UsageError, match=message):
         import_target(name)
 
 
-def test_a_scenario_cannot_name_a_module():
+def test_scenario_cannot_name_a_module():
     with pytest.raises(UsageError, match="--target module:name"):
         find_target("a_users_target:Mine")
 
 
 @pytest.mark.parametrize("attribute", ["Mine", "made"])
 @pytest.mark.usefixtures("module")
-def test_a_target_is_found_again_by_its_name(attribute):
+def test_target_is_found_again_by_its_name(attribute):
     target = import_target(f"a_users_target:{attribute}")
     assert type(import_target(name_of(target))) is type(target)
 
 
 @pytest.mark.usefixtures("module")
-def test_what_its_class_alone_does_not_make_again_has_no_name():
+def test_target_that_its_class_cannot_recreate_has_no_name():
     target = type(import_target("a_users_target:Mine"))()
     target.bucket_bytes = 4096
     assert name_of(target) == ""
 
 
-def test_a_registered_one_has_its_own_name():
+def test_registered_target_has_its_own_name():
     assert name_of(find_target("torch-ddp")) == "torch-ddp"
 
 
@@ -78,12 +78,12 @@ def test_a_registered_one_has_its_own_name():
         ("torch-fsdp2-knobs-as-is", "torch-fsdp2-as-is"),
     ],
 )
-def test_a_name_that_is_nearly_one_or_was_one_is_told_which(name, near):
+def test_misspelled_or_former_name_is_refused_with_the_right_one(name, near):
     with pytest.raises(UsageError, match=rf"got '{name}'\. Choose {near}, "):
         find_target(name)
 
 
-def test_modules_of_registered_targets_have_no_others():
+def test_target_modules_declare_exactly_the_registered_names():
     modules = registry._TARGETS | registry._LIBRARIES
     declared = {
         target.name for module in set(modules.values()) for target in import_module(module).TARGETS

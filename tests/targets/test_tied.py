@@ -41,7 +41,7 @@ def case(target, stage, *, dtype="fp32", size=2, micro_batches=2):
         ("torch-fsdp2", 3, "bf16"),
     ],
 )
-def test_a_tied_param_equals_the_reference(target, stage, dtype):
+def test_tied_param_equals_the_reference(target, stage, dtype):
     result = run_case(case(target, stage, dtype=dtype, size=1 if target == "single-device" else 2))
     assert (result.verdict, result.findings, result.error) == ("pass", (), "")
 
@@ -57,7 +57,7 @@ def test_a_tied_param_equals_the_reference(target, stage, dtype):
     ],
     ids=str,
 )
-def test_fsdp1_accumulates_no_16_bit_gradient_of_a_tied_param_that_is_whole(parts, paths):
+def test_fsdp1_refuses_accumulation_of_unsharded_16_bit_tied_gradients(parts, paths):
     target = find_target("torch-fsdp1")
     found = refusals(target, case("torch-fsdp1", **parts))
     assert [problem.path for problem in found] == paths
@@ -65,7 +65,7 @@ def test_fsdp1_accumulates_no_16_bit_gradient_of_a_tied_param_that_is_whole(part
 
 
 class Tied(nn.Module):
-    """Two layers, of which the second has the weight of the whole once more, and one apart."""
+    """Two layers: one reuses the weight of the root module, one shares nothing."""
 
     def __init__(self):
         super().__init__()
@@ -75,11 +75,11 @@ class Tied(nn.Module):
         self.again.weight = self.weight
 
 
-def test_a_child_that_shares_a_param_is_left_to_the_whole():
+def test_child_that_shares_a_param_stays_with_its_root():
     assert [name for name, _ in called_children(Tied())] == ["apart"]
 
 
-def test_what_is_widened_stays_tied():
+def test_widened_params_stay_tied():
     module = Tied()
     widen_params(module)
     assert module.again.weight is module.weight

@@ -1,4 +1,4 @@
-"""FSDP1 and FSDP2 as they can be set: each setting equals the reference by the rules declared."""
+"""Options of FSDP1 and FSDP2: each setting equals the reference by its declared rules."""
 
 from dataclasses import replace
 
@@ -82,13 +82,13 @@ SET = {
 
 
 @pytest.mark.parametrize("name", SET)
-def test_what_it_is_set_to_equals_the_reference(name):
+def test_each_setting_equals_the_reference(name):
     assert not refusals(find_target(SET[name].system.target), SET[name])
     result = run_case(SET[name])
     assert (result.verdict, result.findings, result.error) == ("pass", (), "")
 
 
-def test_summing_at_the_last_micro_batch_alone_shows(monkeypatch):
+def test_reduction_at_the_last_micro_batch_only_is_found(monkeypatch):
     start = FSDP1Engine.start_micro_batch
 
     def late(self, *, last):
@@ -99,12 +99,12 @@ def test_summing_at_the_last_micro_batch_alone_shows(monkeypatch):
     assert run_case(SET["fsdp1, blocks, every, in bf16"]).findings[0].check == "equality.grad"
 
 
-def test_a_divide_factor_that_is_not_set_shows(monkeypatch):
+def test_divide_factor_not_set_is_found(monkeypatch):
     monkeypatch.setattr(FSDP2Engine, "_set", lambda self, unit: None)
     assert run_case(SET["divide_factor"]).findings[0].check == "equality.grad"
 
 
-def test_blocks_that_are_never_added_show(monkeypatch):
+def test_replicas_never_reduced_are_found(monkeypatch):
     def never(self, *, last):
         self._sharded.set_requires_all_reduce(False)
 
@@ -112,7 +112,7 @@ def test_blocks_that_are_never_added_show(monkeypatch):
     assert run_case(SET["blocks, every"]).verdict == "fail"
 
 
-def test_params_gathered_as_fp32_show(monkeypatch):
+def test_params_gathered_as_fp32_are_found(monkeypatch):
     right = FSDP2Engine._shard
 
     def wide(self, module, mesh):
@@ -143,21 +143,21 @@ REFUSED = WRONG | {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_is_by_no_rule_is_refused_with_the_reason(words):
+def test_setting_without_a_rule_is_refused_with_the_reason(words):
     (problem,) = refusals(find_target(REFUSED[words].system.target), REFUSED[words])
     assert words in problem.message
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_what_is_refused_has_other_bits(monkeypatch, words):
+def test_refused_settings_give_other_bits(monkeypatch, words):
     target = find_target(WRONG[words].system.target)
     monkeypatch.setattr(type(target), "refuses", lambda self, scenario: ())
     assert run_case(WRONG[words]).findings[0].check in ("equality.norm", "equality.grad")
 
 
 @pytest.mark.parametrize("name", ["torch-fsdp1", "torch-fsdp2", "torch-ddp"])
-def test_an_order_that_is_not_known_is_refused_only_for_rules_without_a_bound(name):
-    """What is set to nothing computes in fp32 alone; FSDP1 divides in two halves."""
+def test_unknown_order_is_refused_only_for_rules_without_a_bound(name):
+    """Default options compute in fp32 only; FSDP1 divides in two halves."""
     stage = find_target(name).capabilities.stages[0]
     scenario = replace(
         CASE,

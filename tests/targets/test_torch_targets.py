@@ -1,4 +1,4 @@
-"""torch's own optimizers equal the reference bit for bit, and break where they are broken."""
+"""torch's own optimizers equal the reference bit for bit; their mutants are found."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ from zero_sim.targets.torch.ddp import DDPEngine, TorchDDP, ZeroRedundancyEngine
 from zero_sim.targets.torch.fsdp2 import FSDP2Engine, TorchFSDP2
 from zero_sim.testing import NotConformant, conformance
 
-# Of options that are drawn together.
+# Options that are drawn together cause these warnings.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Grad strides do not match:UserWarning"),
     pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true:UserWarning"),
@@ -33,13 +33,13 @@ NAMES = ["torch-ddp", "torch-zero-redundancy", "torch-fsdp1", "torch-fsdp2"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_equals_the_reference(name):
+def test_torch_target_equals_the_reference(name):
     conformance(name, cases=15)()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_are_told_as_they_were_before_an_update_that_writes_into_them(name):
-    """torch's foreach SGD adds Nesterov's momentum where gradients lie."""
+def test_gradients_are_reported_as_before_an_in_place_update(name):
+    """torch's foreach SGD adds Nesterov's momentum in place to the gradients."""
     stage = find_target(name).capabilities.stages[0]
     scenario = Scenario(
         schema=1, model=ModelSpec(name="params", shapes=((6,),)), world=WorldSpec(size=2),
@@ -50,8 +50,8 @@ def test_gradients_are_told_as_they_were_before_an_update_that_writes_into_them(
     assert (result.verdict, result.findings) == ("pass", ())
 
 
-def test_fsdp1_takes_no_norm_of_params_without_elements():
-    """It makes no gradients of them where nothing is sharded: a stack of two norms, not of four."""
+def test_fsdp1_norm_omits_params_without_elements():
+    """Unsharded, FSDP1 makes no gradients for them, so it stacks two norms and not four."""
     scenario = Scenario(
         schema=1, model=ModelSpec(name="params", shapes=((0,), (1,), (1,), (0,))),
         world=WorldSpec(size=1), system=SystemSpec(stage=0),
@@ -61,7 +61,7 @@ def test_fsdp1_takes_no_norm_of_params_without_elements():
     assert (result.verdict, result.findings) == ("pass", ())
 
 
-def test_another_rule_of_division_shows():
+def test_another_division_rule_is_found():
     target = TorchDDP()
     declared = target.numerics
     target.numerics = lambda scenario: replace(
@@ -69,7 +69,7 @@ def test_another_rule_of_division_shows():
     )
     with pytest.raises(NotConformant) as failed:
         conformance(target, cases=60, shrink_seconds=3600)()
-    # Of powers of two, the reciprocal is exact.
+    # For powers of two, the reciprocal is exact.
     assert failed.value.scenario.world.size in (3, 5, 6, 7)
 
 
@@ -106,7 +106,7 @@ def test_clipping_by_norm_rounds_as_the_reference_does(kind):
         ("rows", "of-params"),
     ],
 )
-def test_another_rule_of_the_norm_shows(kind, rule):
+def test_another_norm_rule_is_found(kind, rule):
     target = TARGETS[kind]()
     target.numerics = replace(target.numerics(CLIPPED), norm=rule)
     result = clipped(target)
@@ -114,7 +114,7 @@ def test_another_rule_of_the_norm_shows(kind, rule):
     assert result.findings[0].check in ("equality.norm", "equality.master")
 
 
-def test_a_norm_of_one_ranks_own_rows_shows(monkeypatch):
+def test_norm_of_local_rows_is_found(monkeypatch):
     monkeypatch.setattr(FSDP2Engine, "_clip", clip_own_rows)
     assert clipped(TorchFSDP2()).verdict == "fail"
 
@@ -127,7 +127,7 @@ def clip_own_rows(self):
         grad.mul_(torch.clamp(self._spec.clip_norm / (norm + 1e-6), max=1.0))
 
 
-def test_a_norm_of_one_ranks_own_gradients_shows(monkeypatch):
+def test_norm_of_local_gradients_is_found(monkeypatch):
     def clip_before_the_sum(self, loss, *, last_micro, rows):
         loss.backward()
         nn.utils.clip_grad_norm_(self.named.values(), self._spec.clip_norm)
@@ -139,14 +139,14 @@ def test_a_norm_of_one_ranks_own_gradients_shows(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "engine"), [("torch-ddp", DDPEngine), ("torch-fsdp2", FSDP2Engine)]
 )
-def test_reducing_after_every_micro_batch_shows(monkeypatch, name, engine):
+def test_reduction_after_every_micro_batch_is_found(monkeypatch, name, engine):
     monkeypatch.setattr(engine, "start_micro_batch", lambda self, *, last: None)
     with pytest.raises(NotConformant) as failed:
         conformance(name, cases=60, shrink_seconds=3600)()
     assert failed.value.scenario.run.micro_batches > 1
 
 
-def test_a_rank_that_updates_anothers_param_shows(monkeypatch):
+def test_update_of_another_ranks_param_is_found(monkeypatch):
     right = ZeroRedundancyEngine.step
 
     def wrong(self, *, lr_factor):
@@ -161,7 +161,7 @@ def test_a_rank_that_updates_anothers_param_shows(monkeypatch):
 
 
 class TwoPaths(nn.Module):
-    """Two params of one shape, of which a forward uses one."""
+    """Two params of one shape; a forward uses one of them."""
 
     def __init__(self):
         super().__init__()
@@ -176,7 +176,7 @@ class TwoPaths(nn.Module):
     raises=AssertionError,
     strict=True,
 )
-def test_ranks_that_use_different_params_do_not_mix_their_gradients():
+def test_gradients_of_different_params_are_not_mixed_across_ranks():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -189,7 +189,7 @@ def test_ranks_that_use_different_params_do_not_mix_their_gradients():
 
     with World(2) as world:
         of_ranks = world.run(program)
-    # Means over two ranks, of which one contributes nothing.
+    # Means over two ranks, one of which contributes nothing.
     for left, right in of_ranks:
         assert left is None or torch.equal(left, torch.tensor([0.5]))
         assert right is None or torch.equal(right, torch.tensor([1.5]))
@@ -201,7 +201,7 @@ RECOMPUTED = Scenario(
 )  # fmt: skip
 
 
-def test_fsdp1_loses_gradients_of_a_reentrant_checkpoint_that_reads_params_around_it():
+def test_fsdp1_loses_gradients_around_a_reentrant_checkpoint():
     as_is = find_target("torch-fsdp1-as-is")
     case = replace(RECOMPUTED, system=SystemSpec(stage=3))
     (problem,) = refusals(find_target("torch-fsdp1"), case)
@@ -209,7 +209,7 @@ def test_fsdp1_loses_gradients_of_a_reentrant_checkpoint_that_reads_params_aroun
     assert run_case(case, target=as_is).findings[0].check == "equality.grad"
 
 
-def test_ddp_looks_for_no_unused_params_under_a_reentrant_checkpoint():
+def test_ddp_find_unused_is_refused_under_a_reentrant_checkpoint():
     system = SystemSpec(stage=0, options=(OptionSpec(name="find_unused", value="true"),))
     (problem,) = refusals(find_target("torch-ddp"), replace(RECOMPUTED, system=system))
     assert "that a reentrant checkpoint uses in backward" in problem.message
