@@ -1,4 +1,4 @@
-"""A system under test with an off-by-one: one element too many is updated where a param was cut."""
+"""A target with an off-by-one: it updates one element too many if a param is split."""
 
 from zero_sim.targets import Capabilities
 from zero_sim.targets.own import ZeroSimEngine, ZeroSimTarget
@@ -29,6 +29,6 @@ class Raising(ZeroSimTarget):
 
 
 class Excluded(Broken):
-    """It asks for cases of a kind that is never drawn."""
+    """A target whose capabilities allow no drawn case."""
 
     capabilities = Capabilities(only=(("world.strict", (False,)),))

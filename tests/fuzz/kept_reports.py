@@ -1,4 +1,4 @@
-"""Reports of batches and corpora that hold them, without a case behind them."""
+"""Batch reports without cases, and corpora that contain them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEAD = Head(seed=7, target="zero_sim", cases=BATCH_CASES, shard=(1, 1))
 
 
 def report_of(index: int, *, seed: int = HEAD.seed, **changes: object) -> BatchReport:
-    """A batch whose cases all pass, but for changes of its counts and other fields."""
+    """Return a batch whose cases all pass, except for changes to its counts and other fields."""
     cases = changes.pop("cases", BATCH_CASES)
     of_counts = {"cases": cases, "seconds": 1.0, "verdicts": {"pass": cases}}
     of_counts |= {name: changes.pop(name) for name in Counts.__slots__ if name in changes}
@@ -28,7 +28,7 @@ def report_of(index: int, *, seed: int = HEAD.seed, **changes: object) -> BatchR
 
 
 def found(check: str, **changes: object) -> Found:
-    """A finding of a check, without a case."""
+    """Return a finding of a check, without a case."""
     one = Found(
         key=Key(check), message="m", seed=1, case=0, scenario="", bundle="", text="", size=""
     )
@@ -38,7 +38,7 @@ def found(check: str, **changes: object) -> Found:
 def make_shard(
     folder: Path, number: int, *, of: int = 2, batches: Iterable[int] = (), head: Head = HEAD
 ) -> Path:
-    """The file of a shard with some whole batches."""
+    """Write the file of a shard with some whole batches."""
     head = replace(head, shard=(number, of))
     with open_corpus(folder, head=head) as corpus:
         for index in batches:

@@ -1,4 +1,4 @@
-"""Engines that sum gradients over send and recv: no order of the judge's is theirs."""
+"""Engines that sum gradients over send and recv, in an order unknown to the judge."""
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from zero_sim.targets import (
 
 
 class _Ring(WholeParamEngine):
-    """Adds round a ring that begins on rank 1, then sends the sum round."""
+    """Adds around a ring that begins on rank 1, then sends the sum around."""
 
     skipped_rank = None
 
@@ -46,7 +46,7 @@ class _Skipping(_Ring):
 
 
 class RingTarget:
-    """ZeRO-0 over such an engine."""
+    """ZeRO-0 with this engine."""
 
     name = "ring"
     capabilities = Capabilities(stages=(0,), orders=("unknown",), follows=("run.micro_batches",))
@@ -59,7 +59,7 @@ class RingTarget:
 
 
 class SkippingTarget(RingTarget):
-    """The same, but that the ring leaves rank 0 out."""
+    """The same target with a ring that omits rank 0."""
 
     name = "skipping"
     engine = _Skipping

@@ -1,4 +1,4 @@
-"""A batch: the same cases for the same seed, every finding once, and shrunk."""
+"""Batches: the same cases for the same seed, each finding once, shrunk."""
 
 import signal
 from dataclasses import replace
@@ -27,13 +27,13 @@ from zero_sim.targets import import_target
 
 SMALL = drawn_cases(ranks_max=3, steps_max=1, models_from=["params"], reload=False)
 CUT = ("equality.master", "optimizer", "dense", "values")
-"""Of its key all but in which part of the buffer it was seen first."""
+"""Key of the finding, without the part of the buffer in which it was first observed."""
 BROKEN, RAISING = "tests.fuzz.broken:Broken", "tests.fuzz.broken:Raising"
 
 
 def job(tmp_path, **changes):
     usual = {"index": 0, "seed": 7, "cases": 12, "target": "zero_sim", "bundles": str(tmp_path)}
-    # A search comes to its end on a busy machine, too.
+    # Without a time limit that a busy machine could reach.
     usual["shrink_seconds"] = 3600.0
     return Job(**(usual | changes))
 
@@ -44,12 +44,12 @@ def run(tmp_path, *, cases_from=SMALL, **changes):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What a batch finds in a system with an off-by-one."""
+    """Report of a batch that finds an off-by-one."""
     folder = tmp_path_factory.mktemp("bundles")
     return run(folder, cases=40, target=BROKEN), folder
 
 
-def test_a_right_system_passes(tmp_path):
+def test_correct_system_passes(tmp_path):
     report = run(tmp_path)
     assert report.complete
     assert report.found == ()
@@ -59,8 +59,8 @@ def test_a_right_system_passes(tmp_path):
     assert report.cases_with
 
 
-def test_it_tells_what_was_not_shown(tmp_path):
-    """Of a case without a finding: why it is inconclusive, and what the target does not tell."""
+def test_batch_counts_unproved_guards_and_unobserved_parts(tmp_path):
+    """Both are counts of cases without a finding."""
     report = run_batch(job(tmp_path, cases=40), render_case)
     assert report.found == ()
     assert sum(report.counts.unproved.values()) == report.counts.verdicts["inconclusive"] > 0
@@ -68,21 +68,21 @@ def test_it_tells_what_was_not_shown(tmp_path):
     assert "relations of calls, with ranks that join" in report.counts.unobserved
 
 
-def test_cases_that_cannot_have_an_option_that_all_get_are_left_out(tmp_path):
+def test_cases_that_cannot_have_a_common_option_are_skipped(tmp_path):
     few = (("all_reduce_last", "true"),)
     asked = job(tmp_path, target="torch-fsdp2", options=few, cases=3)
     report = run_batch(asked, render_case)
     assert (report.found, report.counts.cases) == ((), 3)
 
 
-def test_a_seed_decides_all(tmp_path):
+def test_same_seed_gives_the_same_cases(tmp_path):
     reports = [run(tmp_path) for _ in range(2)]
     assert reports[0].cases_with == reports[1].cases_with
     other = run(tmp_path, seed=8)
     assert other.cases_with != reports[0].cases_with
 
 
-def test_a_finding_does_not_end_the_batch(found):
+def test_finding_does_not_end_the_batch(found):
     report, _ = found
     assert report.counts.cases == 40
     assert report.found[0].case < 39
@@ -92,7 +92,7 @@ def test_a_finding_does_not_end_the_batch(found):
     assert all(map(report.found[0].is_met_by, report.counts.keys))
 
 
-def test_of_one_finding_the_case_with_the_largest_difference_is_made_smaller(tmp_path, monkeypatch):
+def test_case_with_the_largest_difference_is_shrunk(tmp_path, monkeypatch):
     apart = iter((1e-7, 1e-6, 0.5, 1e-7))
     known, begun = {}, []
 
@@ -112,20 +112,20 @@ def test_of_one_finding_the_case_with_the_largest_difference_is_made_smaller(tmp
     assert begun == [0.5]
 
 
-def test_an_off_by_one_shrinks_to_two_ranks_and_one_param(found):
+def test_off_by_one_shrinks_to_two_ranks_and_one_param(found):
     report, _ = found
     assert report.found[0].size == "2 ranks, 1 param [[2]], 1 step"
 
 
-def test_a_finding_is_a_bundle(found):
+def test_finding_is_written_as_a_bundle(found):
     report, folder = found
     bundle = read_bundle(folder / report.found[0].bundle)
     assert bundle.findings[0].check == "equality.master"
     assert to_toml(bundle.scenario) == report.found[0].scenario
 
 
-def test_a_bundle_of_an_imported_target_can_be_read_whatever_that_is_called(tmp_path):
-    """Cases that are drawn for a target name it; a file can name a registered one only."""
+def test_bundle_of_an_imported_target_can_be_read(tmp_path):
+    """Drawn cases name their target, but a file can name only a registered one."""
     drawn = drawn_cases(
         import_target(BROKEN),
         ranks_max=3,
@@ -140,7 +140,7 @@ def test_a_bundle_of_an_imported_target_can_be_read_whatever_that_is_called(tmp_
         assert bundle.ran.target == BROKEN
 
 
-def test_what_is_known_is_not_shrunk_again(found, tmp_path):
+def test_known_finding_is_not_shrunk_again(found, tmp_path):
     known = found[0].found
     again = run(tmp_path, cases=40, target=BROKEN, known=known)
     assert again.found == ()
@@ -148,8 +148,8 @@ def test_what_is_known_is_not_shrunk_again(found, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_batch_goes_on_with_the_case_behind_those_that_ran(tmp_path):
-    """Bit by bit the features of both parts are those of the whole."""
+def test_batch_resumes_after_its_last_case(tmp_path):
+    """The features of both parts are those of the whole, bit by bit."""
     whole = run(tmp_path)
     first = run(tmp_path, cases=5)
     rest = run(tmp_path, start=5)
@@ -161,7 +161,7 @@ def test_a_batch_goes_on_with_the_case_behind_those_that_ran(tmp_path):
     }
 
 
-def test_what_an_earlier_part_left_as_it_was_is_made_smaller(found, tmp_path):
+def test_unshrunk_finding_of_an_earlier_part_is_shrunk(found, tmp_path):
     (one,) = found[0].found
     target = import_target(BROKEN)
     drawn = draws(SMALL.filter(lambda case: case.world.size == 3), seed="drawn")
@@ -174,20 +174,20 @@ def test_what_an_earlier_part_left_as_it_was_is_made_smaller(found, tmp_path):
     ]
 
 
-def test_what_was_left_by_another_version_stays_as_it_is(found, tmp_path):
+def test_unshrunk_finding_of_another_version_is_kept(found, tmp_path):
     left = replace(found[0].found[0], scenario="schema = 0", as_met=True)
     report = run(tmp_path, start=12, unshrunk=(left,))
     assert (report.found, report.complete) == ((), True)
 
 
-def test_no_case_is_begun_after_its_time(tmp_path):
+def test_no_case_starts_after_the_time_limit(tmp_path):
     report = run(tmp_path, seconds=0.0)
     assert report.counts.cases == 0
     assert not report.complete
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_ends_it_after_the_case_and_keeps_what_there_is(tmp_path, monkeypatch, number):
+def test_interrupt_ends_the_batch_after_the_current_case(tmp_path, monkeypatch, number):
     monkeypatch.setattr(signals, "_last_heard", -signals.SAME_SECONDS)
     before = signal.getsignal(number)
     count = 0
@@ -206,8 +206,7 @@ def test_an_interrupt_ends_it_after_the_case_and_keeps_what_there_is(tmp_path, m
     assert signal.getsignal(number) is before
 
 
-def test_a_second_interrupt_keeps_what_was_met(tmp_path, monkeypatch):
-    """As it was met, since there is no time to shrink it."""
+def test_second_interrupt_keeps_findings_unshrunk(tmp_path, monkeypatch):
 
     def interrupted(*args, **options):
         raise KeyboardInterrupt
@@ -219,8 +218,7 @@ def test_a_second_interrupt_keeps_what_was_met(tmp_path, monkeypatch):
     assert "shapes" in report.found[0].scenario
 
 
-def test_what_is_met_is_kept_at_once(tmp_path, monkeypatch):
-    """In a file that is whole, before anything is shrunk."""
+def test_findings_are_written_before_shrinking(tmp_path, monkeypatch):
     path = tmp_path / "unfinished"
 
     def killed(*args, **options):
@@ -234,19 +232,19 @@ def test_what_is_met_is_kept_at_once(tmp_path, monkeypatch):
     assert not kept[0].complete
 
 
-def test_without_room_for_a_bundle_the_case_is_told(tmp_path):
+def test_finding_without_a_bundle_contains_its_case(tmp_path):
     (tmp_path / "taken").touch()
     found = run(tmp_path / "taken" / "below", cases=3, target=RAISING).found[0]
     assert (found.bundle, found.unkept) == ("", "Not a directory")
     assert found.scenario
 
 
-def test_a_system_that_raises_is_a_finding(tmp_path):
+def test_exception_in_a_target_is_a_finding(tmp_path):
     report = run(tmp_path, cases=3, target=RAISING, shrink_seconds=5)
     assert [one.key[0] for one in report.found] == ["world.rank-failed"]
 
 
-def test_a_batch_of_which_no_case_fits_says_what_excludes_them(tmp_path, monkeypatch):
+def test_batch_without_a_fitting_case_names_the_cause(tmp_path, monkeypatch):
     monkeypatch.setattr(drawing, "_FRUITLESS_DRAWS_MAX", 100)
     report = run_batch(job(tmp_path, target="tests.fuzz.broken:Excluded"), render_case)
     assert (report.counts.cases, report.complete) == (0, True)
@@ -254,7 +252,7 @@ def test_a_batch_of_which_no_case_fits_says_what_excludes_them(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(("errors", "cases"), [(1, 50), (2, 60)])
-def test_fifty_cases_that_end_in_one_error_end_the_batch(tmp_path, monkeypatch, errors, cases):
+def test_fifty_cases_with_the_same_error_end_the_batch(tmp_path, monkeypatch, errors, cases):
     judged = []
 
     def judge(scenario, **_):
@@ -269,12 +267,12 @@ def test_fifty_cases_that_end_in_one_error_end_the_batch(tmp_path, monkeypatch, 
     assert report.futile == (said if errors == 1 else "")
 
 
-def test_seeds_of_batches_differ():
+def test_batch_seeds_differ():
     assert len({batch_seed(seed, index) for seed in range(5) for index in range(5)}) == 25
 
 
-def test_two_causes_with_one_key_are_two_findings_each_shrunk_by_itself(tmp_path, monkeypatch):
-    """To one rank, where the other mistake cannot show."""
+def test_two_causes_with_one_key_are_two_findings(tmp_path, monkeypatch):
+    """Each shrinks to one rank without the other's cause."""
 
     def judge(scenario, **_):
         is_wrong = scenario.optimizer.clip_norm is not None or scenario.run.micro_batches > 1
@@ -292,23 +290,23 @@ def test_two_causes_with_one_key_are_two_findings_each_shrunk_by_itself(tmp_path
     assert {case.world.size for case in cases} == {1}
 
 
-def test_a_batch_of_families_is_as_large_as_another_and_always_the_same(tmp_path):
-    """Members count as cases; the last family may be cut short."""
+def test_batch_of_families_has_a_fixed_size_and_is_deterministic(tmp_path):
+    """Members count as cases, so the last family may be cut short."""
     one, two = (run(tmp_path, family=5) for _ in "ab")
     assert one.counts.cases == 12
     assert (one.counts.verdicts, one.cases_with) == (two.counts.verdicts, two.cases_with)
     assert one.cases_with != run(tmp_path).cases_with
 
 
-def test_a_member_that_fails_is_found_shrunk_and_told_as_any_other(tmp_path):
-    """Behind a first one that passes, too."""
+def test_failing_member_of_a_family_is_found_and_shrunk(tmp_path):
+    """Even if the first member passes."""
     report = run(tmp_path, cases=60, target=BROKEN, family=6)
     found = {tuple(each.key)[:4] for each in report.found}
     assert CUT in {(key[0], key[1], key[2], key[3]) for key in found}
     assert all(each.bundle for each in report.found)
 
 
-def test_members_have_the_options_that_all_cases_get(tmp_path, monkeypatch):
+def test_family_members_have_the_common_options(tmp_path, monkeypatch):
     judged = []
     right = batch.run_case
 
@@ -341,7 +339,7 @@ OF_PARAMS = Drawable(lambda choices: choices.integer(0, 2**20)).map(
 )
 
 
-def test_some_cases_that_pass_by_params_only_are_judged_with_sgd(tmp_path):
+def test_some_cases_judged_by_params_only_are_repeated_with_sgd(tmp_path):
     report = run(tmp_path, cases=2 * TWIN_EVERY, target=UNDIVIDED, cases_from=OF_PARAMS)
     assert report.counts.verdicts == {"fail": 2, "pass": 2 * TWIN_EVERY - 2}
     assert report.counts.params_only == 2 * TWIN_EVERY - 2
@@ -352,12 +350,12 @@ def test_some_cases_that_pass_by_params_only_are_judged_with_sgd(tmp_path):
     assert run_case(bundle.scenario, target=import_target(UNDIVIDED)).verdict == "fail"
 
 
-def test_the_rest_of_a_batch_has_the_same_variants(tmp_path):
+def test_resumed_batch_has_the_same_variants(tmp_path):
     report = run(tmp_path, cases=TWIN_EVERY, start=1, target=UNDIVIDED, cases_from=OF_PARAMS)
     assert report.counts.verdicts == {"pass": TWIN_EVERY - 1}
 
 
-def test_a_rule_that_was_worked_out_is_reported(tmp_path):
+def test_inferred_rule_is_reported(tmp_path):
     report = run(tmp_path, cases=3, target="tests.run.summing:ShowsMeans", cases_from=OF_PARAMS)
     assert report.counts.verdicts == {"pass": 3}
     assert "grads_told = 'after-division'" in next(iter(report.counts.taken))

@@ -1,4 +1,4 @@
-"""Those who run batches: processes that may die, and a cluster that may not be there."""
+"""Pools that run batches: processes that may die, and a cluster that may be missing."""
 
 import sys
 
@@ -22,7 +22,7 @@ def test_one_job_needs_no_process():
         assert isinstance(pool, OwnProcess)
 
 
-def test_a_process_that_dies_is_replaced(tmp_path, monkeypatch):
+def test_process_that_dies_is_replaced(tmp_path, monkeypatch):
     (tmp_path / "deadly.py").write_text("import os\nos._exit(3)\n")
     monkeypatch.chdir(tmp_path)
     with open_pool(jobs=2) as pool:
@@ -34,12 +34,12 @@ def test_a_process_that_dies_is_replaced(tmp_path, monkeypatch):
         assert report.counts.cases == 1
 
 
-def test_no_jobs_cannot_be():
+def test_zero_jobs_are_refused():
     with pytest.raises(UsageError, match="at least 1"), open_pool(jobs=0):
         pass
 
 
-def test_without_its_package_a_cluster_is_a_problem_of_the_machine(monkeypatch):
+def test_missing_cluster_package_is_an_environment_problem(monkeypatch):
     monkeypatch.setitem(sys.modules, "distributed", None)
     told = pytest.raises(EnvironmentProblem, match=r"zero-sim\[cluster\]")
     with told, open_pool(scheduler="tcp://127.0.0.1:1"):

@@ -1,4 +1,4 @@
-"""Campaigns over a crew that runs nothing: what is asked for, kept, merged and resumed."""
+"""Campaigns over a pool that runs nothing: requests, storage, merging and resumption."""
 
 from concurrent.futures import CancelledError, Future
 from concurrent.futures.process import BrokenProcessPool
@@ -17,7 +17,7 @@ from zero_sim.shrink import Key
 
 
 def run(folder, pool, **changes):
-    """Run a campaign of the seed that reports here have."""
+    """Run a campaign with the seed of HEAD."""
     tell = changes.pop("tell", lambda totals: None)
     head = {name: changes.pop(name) for name in ("shard", "family") if name in changes}
     head["cases"] = batch_cases(head.get("family", 1))
@@ -26,13 +26,13 @@ def run(folder, pool, **changes):
 
 
 def kept_in(folder, head=HEAD):
-    """What a corpus holds."""
+    """Contents of a corpus."""
     with open_corpus(folder, head=head) as opened:
         return opened.kept
 
 
 class BatchPool:
-    """Passes every case, but for what is said of a batch."""
+    """Passes every case, except for the outcomes given for a batch."""
 
     def __init__(self, special=None, slots=1):
         self.special = special or {}
@@ -59,7 +59,7 @@ class BatchPool:
         self.interrupted = True
 
 
-def test_all_cases_are_asked_for(tmp_path):
+def test_all_cases_are_requested(tmp_path):
     batch_pool = BatchPool()
     totals = run(tmp_path, batch_pool, cases=120)
     assert [job.cases for job in batch_pool.jobs] == [50, 50, 20]
@@ -69,7 +69,7 @@ def test_all_cases_are_asked_for(tmp_path):
     assert not totals.interrupted
 
 
-def test_shards_share_the_batches_out(tmp_path):
+def test_shards_divide_the_batches(tmp_path):
     crews = [BatchPool() for _ in range(3)]
     for number, batch_pool in enumerate(crews, 1):
         run(tmp_path, batch_pool, cases=400, shard=(number, 3))
@@ -80,7 +80,7 @@ def test_shards_share_the_batches_out(tmp_path):
     assert {len(batch_pool.jobs) for batch_pool in crews} == {2, 3}
 
 
-def test_a_finding_is_known_to_later_batches_and_told_once(tmp_path):
+def test_finding_is_known_to_later_batches_and_reported_once(tmp_path):
     batch_pool = BatchPool(
         {
             0: {"found": (found("a", seed=1),)},
@@ -93,18 +93,18 @@ def test_a_finding_is_known_to_later_batches_and_told_once(tmp_path):
 
 
 @pytest.mark.parametrize("error", [BrokenProcessPool("gone"), CancelledError()])
-def test_a_worker_that_dies_costs_one_batch(tmp_path, error):
+def test_worker_that_dies_costs_one_batch(tmp_path, error):
     totals = run(tmp_path, BatchPool({1: error}), cases=150)
     assert totals.counts.cases == 100
     assert [lost.index for lost in totals.lost] == [1]
 
 
-def test_an_error_of_ours_comes_through(tmp_path):
+def test_usage_error_is_raised(tmp_path):
     with pytest.raises(UsageError):
         run(tmp_path, BatchPool({0: UsageError("no such target")}), cases=150)
 
 
-def test_it_repeats_what_was_lost_and_goes_on_where_a_batch_was_cut_short(tmp_path):
+def test_resuming_repeats_lost_batches_and_continues_short_ones(tmp_path):
     cut = {"cases": 7, "complete": False, "found": (found("a", seed=3),)}
     first = run(tmp_path, BatchPool({1: BrokenProcessPool(), 2: cut}), cases=200)
     assert first.interrupted
@@ -115,7 +115,7 @@ def test_it_repeats_what_was_lost_and_goes_on_where_a_batch_was_cut_short(tmp_pa
     assert [one.key for one in again.found] == [Key("a")]
 
 
-def test_short_runs_come_to_an_end_together(tmp_path):
+def test_short_runs_complete_a_campaign_together(tmp_path):
     """Each ends before its first batch does."""
     for ran in range(0, 50, 10):
         cut = {"cases": 10, "complete": ran == 40}
@@ -125,7 +125,7 @@ def test_short_runs_come_to_an_end_together(tmp_path):
     assert totals.coverage.features["reload"] == 5
 
 
-def test_what_an_interrupt_left_as_it_was_is_made_smaller_next_time(tmp_path):
+def test_unshrunk_finding_of_an_interrupted_run_is_shrunk_next_time(tmp_path):
     seed = batch_seed(HEAD.seed, 0)
     met = replace(found("a", seed=seed), as_met=True)
     run(tmp_path, BatchPool({0: {"found": (met,), "complete": False}}), cases=50)
@@ -137,8 +137,8 @@ def test_what_an_interrupt_left_as_it_was_is_made_smaller_next_time(tmp_path):
     assert not nothing.jobs
 
 
-def test_a_case_counts_once_however_often_its_batch_was_run(tmp_path):
-    """As where two campaigns add to one corpus, on a file system without locks."""
+def test_case_of_a_repeated_batch_counts_once(tmp_path):
+    """Two campaigns can append to one corpus on a file system without locks."""
     run(tmp_path, BatchPool(), cases=100)
     with open_corpus(tmp_path, head=HEAD) as opened:
         opened.append(report_of(1))
@@ -146,7 +146,7 @@ def test_a_case_counts_once_however_often_its_batch_was_run(tmp_path):
     assert run(tmp_path, BatchPool(), cases=100).counts.cases == 100
 
 
-def test_two_campaigns_do_not_add_to_one_corpus_at_once(tmp_path):
+def test_corpus_in_use_is_refused(tmp_path):
     class Meeting(BatchPool):
         def submit(self, call, job, render):
             with pytest.raises(UsageError, match="that no other campaign uses"):
@@ -157,7 +157,7 @@ def test_two_campaigns_do_not_add_to_one_corpus_at_once(tmp_path):
     assert totals.counts.cases == 50
 
 
-def test_a_campaign_can_be_made_longer(tmp_path):
+def test_campaign_can_be_extended(tmp_path):
     run(tmp_path, BatchPool(), cases=70)
     batch_pool = BatchPool()
     totals = run(tmp_path, batch_pool, cases=150)
@@ -165,7 +165,7 @@ def test_a_campaign_can_be_made_longer(tmp_path):
     assert totals.counts.cases == 150
 
 
-def test_an_interrupt_keeps_what_was_done(tmp_path):
+def test_interrupt_keeps_finished_batches(tmp_path):
     class Interrupted(BatchPool):
         def submit(self, run, job, render):
             if job.index == 2:
@@ -180,12 +180,12 @@ def test_an_interrupt_keeps_what_was_done(tmp_path):
     assert len(kept_in(tmp_path).reports) == 2
 
 
-def test_it_stops_when_its_time_is_over(tmp_path):
+def test_campaign_stops_at_its_time_limit(tmp_path):
     assert run(tmp_path, BatchPool(), seconds=0.0).batches == 0
 
 
 @pytest.mark.parametrize("changes", [{"shard": (3, 2)}, {"shard": (0, 1)}, {"cases": -1}])
-def test_plans_that_cannot_be(tmp_path, changes):
+def test_invalid_plan_is_refused(tmp_path, changes):
     with pytest.raises(UsageError, match="expected"):
         run(tmp_path, BatchPool(), **changes)
 
@@ -193,21 +193,21 @@ def test_plans_that_cannot_be(tmp_path, changes):
 ERRORS = {"verdicts": {"error": 50}, "futile": "all end in one error"}
 
 
-def test_it_stops_where_further_cases_would_show_nothing(tmp_path):
+def test_campaign_stops_if_all_cases_end_in_one_error(tmp_path):
     pool = BatchPool({0: ERRORS})
     totals = run(tmp_path, pool, cases=200)
     assert (len(pool.jobs), totals.futile) == (1, "all end in one error")
-    # It may be mended since: the next run tries again.
+    # The cause may be fixed since, so the next run tries again.
     again = run(tmp_path, BatchPool(), cases=200)
     assert (again.counts.cases, again.futile) == (200, "")
 
 
-def test_errors_of_a_later_batch_stop_nothing(tmp_path):
+def test_errors_of_a_later_batch_do_not_stop_the_campaign(tmp_path):
     totals = run(tmp_path, BatchPool({1: ERRORS}), cases=200)
     assert (totals.counts.cases, totals.futile) == (200, "")
 
 
-def test_every_batch_is_told(tmp_path):
+def test_progress_is_reported_for_every_batch(tmp_path):
     lines = []
     tell = lambda totals: lines.append(totals.progress(seconds=10.0))  # noqa: E731
     run(tmp_path, BatchPool(), tell=tell, cases=100)
@@ -218,11 +218,11 @@ def test_every_batch_is_told(tmp_path):
 
 
 class TestEarlierFindings:
-    """Judged again first: the code may have changed since."""
+    """Findings of an earlier run, judged again first because the code may have changed."""
 
     @pytest.fixture
     def come_to(self, monkeypatch):
-        """Say what each finding comes to now."""
+        """Outcome of each finding when judged again, by check."""
         outcomes = {}
 
         def judged(findings, *, target, device):
@@ -235,7 +235,7 @@ class TestEarlierFindings:
     def again(self, tmp_path, batch_pool):
         return run(tmp_path, batch_pool, cases=150)
 
-    def test_one_that_fails_still_stays(self, tmp_path, come_to):
+    def test_finding_that_still_fails_is_kept(self, tmp_path, come_to):
         self.again(tmp_path, BatchPool({0: {"found": (found("a", seed=1),), "keys": {"a||||": 1}}}))
         come_to["a"] = "fails"
         totals = self.again(tmp_path, again := BatchPool())
@@ -243,7 +243,7 @@ class TestEarlierFindings:
         assert [one.key for one in totals.found] == [Key("a")]
         assert not again.jobs
 
-    def test_one_that_is_fixed_goes_and_its_batches_run_again(self, tmp_path, come_to):
+    def test_fixed_finding_is_removed_and_its_batches_run_again(self, tmp_path, come_to):
         met = {0: {"found": (found("a", seed=1),), "keys": {"a||||": 1}}, 2: {"keys": {"a||||": 3}}}
         self.again(tmp_path, BatchPool(met))
         come_to["a"] = "fixed"
@@ -254,7 +254,7 @@ class TestEarlierFindings:
         last = self.again(tmp_path, BatchPool())
         assert (last.rechecked, last.found, last.earlier_cases) == ([], [], 150)
 
-    def test_the_bundle_of_one_that_is_fixed_is_moved_aside(self, tmp_path, come_to):
+    def test_bundle_of_a_fixed_finding_is_moved_aside(self, tmp_path, come_to):
         one = replace(found("a", seed=1), bundle="0123456789ab")
         (tmp_path / "bundles" / "0123456789ab").mkdir(parents=True)
         self.again(tmp_path, BatchPool({0: {"found": (one,)}}))
@@ -265,7 +265,7 @@ class TestEarlierFindings:
 
 
 class TestKilled:
-    """What a batch met is kept while it runs."""
+    """Findings are stored while their batch runs."""
 
     def leave(self, folder, index):
         kept_in(folder)
@@ -273,7 +273,7 @@ class TestKilled:
         path.write_text(to_json(report_of(index, cases=3, found=(found("a"),))))
         return path
 
-    def test_a_worker_that_dies_leaves_what_it_met(self, tmp_path):
+    def test_findings_of_a_dead_worker_are_kept(self, tmp_path):
         class Dying(BatchPool):
             def submit(dying, run, job, render):
                 self.leave(tmp_path / "aside", job.index).replace(job.unfinished)
@@ -284,27 +284,27 @@ class TestKilled:
         assert [*kept_in(tmp_path).found.values()] == [found("a")]
         assert not (tmp_path / "unfinished-0.json").exists()
 
-    def test_a_campaign_that_was_killed_leaves_it_to_the_next_one(self, tmp_path):
+    def test_findings_of_a_killed_campaign_are_kept_by_the_next_one(self, tmp_path):
         self.leave(tmp_path, 1)
         totals = run(tmp_path, (batch_pool := BatchPool()), cases=100)
         assert [one.key for one in totals.found] == [Key("a")]
         assert [(job.index, job.start) for job in batch_pool.jobs] == [(0, 0), (1, 3)]
         assert (totals.earlier_cases, totals.counts.cases) == (3, 100)
 
-    def test_one_that_is_kept_already_changes_nothing(self, tmp_path):
-        """Killed in between: the batch was kept, and its file not yet removed."""
+    def test_unfinished_file_of_a_kept_batch_is_ignored(self, tmp_path):
+        """Killed after storing the batch and before removing its file."""
         run(tmp_path, BatchPool(), cases=100)
         self.leave(tmp_path, 1)
         totals = run(tmp_path, (batch_pool := BatchPool()), cases=100)
         assert (totals.earlier_cases, batch_pool.jobs) == (100, [])
 
-    def test_another_shard_leaves_it_alone(self, tmp_path):
+    def test_another_shard_ignores_unfinished_files(self, tmp_path):
         path = self.leave(tmp_path, 1)
         kept_in(tmp_path, replace(HEAD, shard=(1, 2)))
         assert path.exists()
 
 
-def test_what_was_not_made_smaller_is_not_known_and_gives_way(tmp_path):
+def test_unshrunk_finding_is_not_known_and_is_replaced(tmp_path):
     met = replace(found("a", seed=1), as_met=True)
     batch_pool = BatchPool(
         {0: {"found": (met,)}, 1: {"found": (found("a", seed=2),)}, 2: {"found": (met,)}}
@@ -314,7 +314,7 @@ def test_what_was_not_made_smaller_is_not_known_and_gives_way(tmp_path):
     assert [len(job.known) for job in batch_pool.jobs] == [0, 0, 1, 1]
 
 
-def test_a_corpus_that_is_full_ends_the_campaign_and_loses_nothing(tmp_path, monkeypatch):
+def test_full_corpus_ends_the_campaign_without_losing_findings(tmp_path, monkeypatch):
     def full(self, report):
         raise EnvironmentProblem("No space left on device")
 
@@ -326,7 +326,7 @@ def test_a_corpus_that_is_full_ends_the_campaign_and_loses_nothing(tmp_path, mon
     assert isinstance(totals.unkept, EnvironmentProblem)
 
 
-def test_a_batch_of_families_has_room_for_several(tmp_path):
+def test_batch_of_families_is_larger(tmp_path):
     batch_pool = BatchPool()
     run(tmp_path, batch_pool, cases=300, family=16)
     assert [job.cases for job in batch_pool.jobs] == [128, 128, 44]

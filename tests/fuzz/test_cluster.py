@@ -1,4 +1,4 @@
-"""A campaign on a Dask cluster of real processes, of which one is killed."""
+"""A campaign on a Dask cluster of real processes, one of which is killed."""
 
 import importlib.util
 import json
@@ -35,7 +35,7 @@ def _start(module, *arguments):
 
 @pytest.fixture
 def cluster():
-    """The address of a scheduler, and its three workers."""
+    """Start a scheduler with three workers. Yields its address and the workers."""
     address = f"tcp://127.0.0.1:{(port := _free_port())}"
     started = [_start("dask_scheduler", "--host", "127.0.0.1", "--port", str(port), *_QUIET)]
     try:
@@ -71,12 +71,12 @@ def _told(process):
     return json.loads(output)
 
 
-def test_a_worker_that_is_killed_costs_no_case(cluster, tmp_path):
+def test_worker_that_is_killed_costs_no_case(cluster, tmp_path):
     address, workers = cluster
     _wait_for_workers(address, 3)
     corpus = tmp_path / "cluster"
     running = _fuzz("--scheduler", address, "--corpus", str(corpus))
-    # Killed at work: its first batch began with the others', and none is through.
+    # The kill comes during work: the first batches of all workers have begun and none has ended.
     while not corpus.exists() and running.poll() is None:
         time.sleep(0.05)
     time.sleep(2)

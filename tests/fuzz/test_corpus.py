@@ -1,4 +1,4 @@
-"""What a corpus keeps, and what of somebody else's is refused: never followed, never run."""
+"""Corpora: stored values are read back; foreign files are refused, never followed and never run."""
 
 import resource
 import shutil
@@ -21,7 +21,7 @@ ODD = ("fifo", "folder", "loop", "dangling", "device", "socket")
 
 @pytest.fixture
 def path(tmp_path):
-    """The file of a corpus with one batch and one finding."""
+    """File of a corpus with one batch and one finding."""
     with open_corpus(tmp_path / "corpus", head=HEAD) as corpus:
         corpus.append(report_of(0, found=(found("a"),)))
     return corpus.path
@@ -33,29 +33,29 @@ def reopen(path):
 
 
 def change(path, *statements, values=()):
-    """Change a file as somebody else could."""
+    """Change a file as a stranger could."""
     with closing(sqlite3.connect(path)) as database, database:
         for statement in statements:
             database.execute(statement, values)
 
 
 def refused(path, words):
-    """By both ways in."""
+    """Expect a refusal by both entry points."""
     for way in (reopen, read_corpus):
         with pytest.raises(UsageError, match=words) as caught:
             way(path)
         assert str(caught.value).isprintable()
 
 
-def test_what_was_kept_comes_back(path):
+def test_stored_values_are_read_back(path):
     kept = read_corpus(path)
     assert kept.head == HEAD
     assert [*kept.reports] == [report_of(0)]
     assert [*kept.found.values()] == [found("a")]
 
 
-def test_of_two_reports_from_one_case_on_the_longer_one_is_kept(path):
-    """Whichever came first, and however often."""
+def test_longer_of_two_reports_from_one_case_on_is_kept(path):
+    """The order and repetitions do not matter."""
     with open_corpus(path.parent, head=HEAD) as corpus:
         for cases in (10, 0, 10):
             corpus.append(report_of(0, cases=cases, complete=False))
@@ -64,7 +64,7 @@ def test_of_two_reports_from_one_case_on_the_longer_one_is_kept(path):
     assert [each.counts.cases for each in read_corpus(path).reports] == [50, 10]
 
 
-def test_another_seed_is_another_campaign(path):
+def test_corpus_of_another_seed_is_refused(path):
     other = replace(HEAD, seed=1)
     with (
         pytest.raises(UsageError, match="Try another --corpus, or its original seed"),
@@ -73,12 +73,12 @@ def test_another_seed_is_another_campaign(path):
         pass
 
 
-def test_nobody_else_reads_or_writes_while_it_is_open(path):
+def test_open_corpus_is_locked(path):
     with open_corpus(path.parent, head=HEAD):
         refused(path, "that no other campaign uses")
 
 
-def test_a_write_that_was_cut_short_is_taken_back_by_its_own_campaign_alone(path, tmp_path):
+def test_incomplete_write_is_rolled_back_only_by_its_campaign(path, tmp_path):
     killed = tmp_path / "killed" / path.name
     killed.parent.mkdir()
     with closing(sqlite3.connect(path, isolation_level=None)) as database:
@@ -87,7 +87,7 @@ def test_a_write_that_was_cut_short_is_taken_back_by_its_own_campaign_alone(path
         for index in range(1, 50):
             values = (index, 0, 50, to_json(report_of(index)))
             database.execute("INSERT INTO batches VALUES (?, ?, ?, ?)", values)
-        # Pages that do not fit the cache are in the file before the transaction ends.
+        # Pages that exceed the cache are written before the transaction ends.
         for name in (path.name, f"{path.name}-journal"):
             shutil.copy(path.with_name(name), killed.with_name(name))
         database.execute("ROLLBACK")
@@ -98,7 +98,7 @@ def test_a_write_that_was_cut_short_is_taken_back_by_its_own_campaign_alone(path
     assert read_corpus(killed) == read_corpus(path)
 
 
-def test_a_file_system_without_locks_will_do(path, monkeypatch):
+def test_file_system_without_locks_is_accepted(path, monkeypatch):
     class Unlocked(sqlite3.Connection):
         def execute(self, sql, *values):
             if "sqlite_master" in sql and not is_without_locks:
@@ -120,7 +120,7 @@ def test_a_file_system_without_locks_will_do(path, monkeypatch):
 
 
 class TestNoRoom:
-    def test_what_does_not_fit_is_taken_back(self, path):
+    def test_write_without_room_is_rolled_back(self, path):
         before = read_corpus(path)
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         with open_corpus(path.parent, head=HEAD) as corpus:
@@ -132,7 +132,7 @@ class TestNoRoom:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
         assert read_corpus(path) == before
 
-    def test_a_folder_that_cannot_be_made_is_a_usage_error(self, tmp_path):
+    def test_folder_that_cannot_be_created_is_a_usage_error(self, tmp_path):
         (tmp_path / "file").touch()
         with (
             pytest.raises(UsageError, match="expected to write a corpus to"),
@@ -144,20 +144,20 @@ class TestNoRoom:
 class TestFilesOfOthers:
     @pytest.mark.parametrize("kind", ODD)
     @pytest.mark.parametrize("name", ["shard-1-of-1.sqlite", "shard-1-of-1.sqlite-journal"])
-    def test_what_is_no_regular_file_is_refused(self, path, kind, name):
+    def test_irregular_file_is_refused(self, path, kind, name):
         odd = path.with_name(name)
         odd.unlink(missing_ok=True)
         make_odd(odd, kind)
         refused(path, f"expected to read .*{name}, .* Try another --corpus")
 
     @pytest.mark.parametrize("kind", ODD)
-    def test_nor_is_such_a_file_of_a_batch_that_ran(self, path, kind):
+    def test_irregular_unfinished_file_is_refused(self, path, kind):
         make_odd(path.with_name("unfinished-3.json"), kind)
         with pytest.raises(UsageError, match=r"expected to read .*unfinished-3\.json"):
             reopen(path)
 
     @pytest.mark.parametrize("name", ["shard-1-of-1.sqlite", "unfinished-3.json"])
-    def test_a_link_out_of_the_folder_is_refused(self, path, name):
+    def test_link_out_of_the_folder_is_refused(self, path, name):
         link, elsewhere = path.with_name(name), path.parent.parent / "elsewhere"
         shutil.copy(path, elsewhere)
         link.unlink(missing_ok=True)
@@ -170,11 +170,11 @@ class TestFilesOfOthers:
     @pytest.mark.parametrize(
         "data", [b"\x1b[31m\xff\n", b"x" * 5000, b"SQLite format 3\0" + b"\1" * 4080]
     )
-    def test_another_file(self, path, data):
+    def test_file_of_another_format_is_refused(self, path, data):
         path.write_bytes(data)
         refused(path, "expected a corpus in .*, got another file")
 
-    def test_a_file_that_was_cut_or_changed(self, path):
+    def test_truncated_or_changed_file_is_refused(self, path):
         data = bytearray(path.read_bytes())
         data[4096:] = b"\xff" * (len(data) - 4096)
         path.write_bytes(data)
@@ -182,18 +182,18 @@ class TestFilesOfOthers:
         path.write_bytes(data[:4096])
         refused(path, "expected a corpus (in|of)")
 
-    def test_one_that_is_larger_than_any_of_ours(self, path, monkeypatch):
+    def test_oversized_file_is_refused(self, path, monkeypatch):
         monkeypatch.setattr(old_corpus, "_FILE_BYTES_MAX", 1000)
         refused(path, "more than 1,000 bytes")
 
-    def test_a_write_ahead_log_that_sqlite_would_read(self, path):
+    def test_write_ahead_log_is_refused(self, path):
         path.with_name(f"{path.name}-wal").write_bytes(b"x" * 100)
         refused(path, "-wal beside it")
         path.with_name(f"{path.name}-wal").unlink()
         change(path, "PRAGMA journal_mode = WAL")
         refused(path, "got another file")
 
-    def test_a_journal_for_which_sqlite_would_delete_a_file(self, path):
+    def test_journal_that_names_another_file_is_refused(self, path):
         precious = path.parent.parent / "precious"
         precious.write_bytes(b"kept")
         name = str(precious).encode()
@@ -215,7 +215,7 @@ class TestFilesOfOthers:
             "DROP TABLE findings",
         ],
     )
-    def test_other_tables_and_what_would_run_by_itself(self, path, statement):
+    def test_other_tables_and_triggers_are_refused(self, path, statement):
         change(path, statement)
         refused(path, "got other tables")
 
@@ -257,8 +257,8 @@ class TestFilesOfOthers:
         change(path, statement, values=values)
         refused(path, words)
 
-    def test_pages_that_refer_to_each_other_are_not_read_without_end(self, path):
-        """Each of many levels has the one below it many times."""
+    def test_cyclic_pages_are_refused_in_bounded_time(self, path):
+        """Each of many levels refers to the next one many times."""
         with closing(sqlite3.connect(path)) as database, database:
             rows = [(index, 0, 50, to_json(report_of(index))) for index in range(1, 400)]
             database.executemany("INSERT INTO batches VALUES (?, ?, ?, ?)", rows)
@@ -276,7 +276,7 @@ class TestFilesOfOthers:
         refused(path, "expected a corpus")
 
 
-def test_an_unfinished_batch_that_nests_too_deep_is_run_again(path):
+def test_unfinished_batch_that_nests_too_deep_is_run_again(path):
     path.with_name("unfinished-1.json").write_bytes(b"[" * 100_000)
     reopen(path)
     assert len(read_corpus(path).reports) == 1

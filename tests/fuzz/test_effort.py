@@ -1,4 +1,4 @@
-"""Efforts are estimated without running, and hold steps within bounds."""
+"""Effort of a case, estimated without running it, and the bounds on steps and chunks."""
 
 from dataclasses import replace
 
@@ -26,11 +26,11 @@ CASE = Scenario(
     ],
     ids=lambda more: next(iter(more)),
 )
-def test_what_is_more_work_is_more_effort(more):
+def test_more_work_is_more_effort(more):
     assert effort_of(replace(CASE, **more), sizes=SIZES) > effort_of(CASE, sizes=SIZES)
 
 
-def test_ranks_after_a_checkpoint_count_for_the_steps_behind_it():
+def test_ranks_after_a_reload_count_for_later_steps():
     few, many = (
         replace(CASE, reload=ReloadSpec(step=1, world_size=ranks), run=RunSpec(steps=3))
         for ranks in (1, 8)
@@ -38,14 +38,14 @@ def test_ranks_after_a_checkpoint_count_for_the_steps_behind_it():
     assert effort_of(few, sizes=SIZES) < effort_of(many, sizes=SIZES)
 
 
-def test_steps_fill_what_may_be_spent_and_not_more():
+def test_steps_fill_the_effort_budget():
     large = replace(CASE, world=WorldSpec(size=8))
     most = steps_within(large, sizes=SIZES, most=100)
     within, above = (replace(large, run=RunSpec(steps=steps)) for steps in (most, most + 1))
     assert effort_of(within, sizes=SIZES) <= EFFORT_MAX < effort_of(above, sizes=SIZES)
 
 
-def test_however_large_two_steps_remain():
+def test_huge_case_keeps_two_steps():
     huge = replace(CASE, world=WorldSpec(size=12, races=True, timing="hostile"))
     assert steps_within(huge, sizes=[1] * 500, most=4) == 2
     assert steps_within(huge, sizes=[1] * 500, most=1) == 1
@@ -54,20 +54,20 @@ def test_however_large_two_steps_remain():
 CHUNKED = replace(
     CASE, world=WorldSpec(size=4), system=SystemSpec(stage=1, align_elems=50, gather_chunk_elems=4)
 )
-"""Shards of 50 elements, which two of the four ranks have no params in, gathered one by one."""
+"""Shards of 50 elements, gathered in chunks of 4. Two of the four ranks hold no params."""
 
 
-def test_each_chunk_of_a_gather_is_more_effort():
+def test_more_gather_chunks_are_more_effort():
     few = replace(CHUNKED, system=replace(CHUNKED.system, gather_chunk_elems=100))
     assert effort_of(CHUNKED, sizes=SIZES) > effort_of(few, sizes=SIZES)
 
 
-def test_a_bucket_is_gathered_in_a_bounded_number_of_chunks():
+def test_bucket_has_a_bounded_number_of_gather_chunks():
     chunk = chunk_within(CHUNKED, sizes=SIZES)
     assert -(-50 // (chunk // 4)) <= CHUNKS_MAX < 50
 
 
-def test_chunks_that_are_few_stay_as_they_are():
+def test_few_chunks_are_not_changed():
     few = replace(CHUNKED, system=replace(CHUNKED.system, gather_chunk_elems=100))
     assert chunk_within(few, sizes=SIZES) == 100
     assert chunk_within(CASE, sizes=SIZES) is None

@@ -1,4 +1,4 @@
-"""Declarations that exclude every case are named, whatever kind they are of."""
+"""Messages for targets whose declarations exclude every case."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from zero_sim.targets import Capabilities, Numerics
 
 
 class Target:
-    """One that is never built."""
+    """A target that is never built."""
 
     name = "theirs"
 
@@ -43,20 +43,20 @@ CASES = [
 
 
 @pytest.mark.parametrize(("declared", "said"), CASES)
-def test_what_excludes_all_cases_is_named(declared, said):
+def test_declaration_that_excludes_all_cases_is_named(declared, said):
     why = why_none_fits(Target(**declared))
     assert why.startswith("no case fits target 'theirs': ")
     assert said in why
 
 
-def test_an_option_that_all_cases_get_is_named():
-    """It has no such option, so that every case with it is refused."""
+def test_common_option_that_excludes_all_cases_is_named():
+    """The target has no such option, so every case with it is refused."""
     why = why_none_fits(Target(), options={"depth": "3"})
     assert "--option depth=3 excludes all of 100 drawn cases" in why
 
 
 @pytest.mark.parametrize("name", ["models", "dtypes", "stages", "optimizers", "orders"])
-def test_a_target_that_declares_none_of_something_draws_no_case(name, monkeypatch):
+def test_empty_capability_draws_no_case(name, monkeypatch):
     monkeypatch.setattr(drawing, "_FRUITLESS_DRAWS_MAX", 100)
     target = Target(capabilities=Capabilities(**{name: ()}))
     assert list(draws(drawn_cases(target), seed="0")) == []

@@ -1,4 +1,6 @@
-"""Families: other systems for the same model, data and optimizer, of which all owe the same."""
+"""Families: other systems for the same model, data and optimizer, with the same expected
+results.
+"""
 
 from dataclasses import replace
 from itertools import islice
@@ -22,8 +24,7 @@ CHEAP = Scenario(
 
 
 @pytest.mark.parametrize("name", ["zero_sim", "torch-ddp", "torch-fsdp2"])
-def test_members_owe_what_the_first_one_does(name):
-    """They are valid, new, and what the target can be asked for."""
+def test_family_members_are_valid_and_share_their_reference(name):
     target = find_target(name)
     met = 0
     for index, first in enumerate(islice(draws(drawn_cases(target), seed="family"), 40)):
@@ -39,7 +40,7 @@ def test_members_owe_what_the_first_one_does(name):
     assert met >= 40
 
 
-def test_members_follow_from_the_seed():
+def test_members_are_determined_by_the_seed():
     target = find_target("zero_sim")
     one, two, three = (
         list(siblings(CHEAP, target=target, most=8, seed=seed)) for seed in ("a", "a", "d")
@@ -49,7 +50,7 @@ def test_members_follow_from_the_seed():
     assert {each.system.stage for each in one + three} == {0, 1, 2, 3}
 
 
-def test_a_dear_one_has_few():
+def test_expensive_case_has_a_small_family():
     target = find_target("zero_sim")
     dear = replace(CHEAP, world=WorldSpec(size=8), run=RunSpec(steps=20))
     assert len(list(siblings(dear, target=target, most=16, seed=""))) <= 3
@@ -58,7 +59,7 @@ def test_a_dear_one_has_few():
     assert not list(siblings(endless, target=target, most=16, seed=""))
 
 
-def test_what_is_done_to_all_cases_is_done_to_members():
+def test_common_change_is_applied_to_members():
     target = find_target("zero_sim")
 
     def whole(case):
@@ -78,6 +79,6 @@ def test_what_is_done_to_all_cases_is_done_to_members():
     ],
     ids=str,
 )
-def test_some_have_none(other):
+def test_some_cases_have_no_family(other):
     assert has_family(CHEAP)
     assert not has_family(replace(CHEAP, **other))

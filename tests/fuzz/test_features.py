@@ -1,4 +1,4 @@
-"""Features of cases are named as they would be written, and each that is drawn is known."""
+"""Features of cases, named as in scenario files; every drawn feature is known."""
 
 from dataclasses import replace
 from itertools import islice
@@ -73,35 +73,35 @@ def settings(scenario):
         ({"reload": ReloadSpec(step=1, stage=2)}, {"reload", "reload.stage=2"}),
     ],
 )
-def test_settings_that_are_not_as_by_default(more, names):
+def test_non_default_settings_are_features(more, names):
     assert settings(replace(CASE, **more)) == {"model.name=params", *names}
 
 
-def test_an_option_of_a_target_has_its_value():
+def test_target_option_feature_includes_its_value():
     case = with_options(CASE, {"op": "sum"})
     assert "system.options.op=sum" in features_of(case)
     assert is_feature("system.options.op=sum")
 
 
-def test_what_is_special_about_the_layout():
+def test_layout_features_of_a_case_are_found():
     assert {"layout: param cut once", "layout: payload just fits"} <= features_of(CASE)
 
 
-def test_all_that_is_drawn_is_known():
+def test_every_drawn_feature_is_known():
     drawn = islice(draws(drawn_cases(), seed="features"), 150)
     assert set().union(*map(features_of, drawn)) <= {*every_feature()}
 
 
-def test_no_feature_is_there_twice():
+def test_no_feature_is_listed_twice():
     assert len({*every_feature()}) == len(every_feature())
 
 
 class TestForATarget:
-    def test_one_that_can_do_everything_can_have_every_feature(self):
+    def test_unlimited_capabilities_have_every_feature(self):
         able = replace(EVERYTHING, optimizers=(*EVERYTHING.optimizers, "own"))
         assert features_for(able) == every_feature()
 
-    def test_what_it_does_not_follow_is_left_out_and_what_is_in_it(self):
+    def test_features_of_options_not_followed_are_omitted(self):
         able = replace(EVERYTHING, follows=("system.bucket_elems",))
         names = features_for(able)
         assert "system.bucket_elems" in names
@@ -109,13 +109,13 @@ class TestForATarget:
         gone = {"system.arena=true", "optimizer.groups.lr", "reload", "reload.form=consolidated"}
         assert not gone & {*names}
 
-    def test_after_a_checkpoint_it_follows_what_it_follows_before(self):
+    def test_reload_features_need_the_followed_option(self):
         able = replace(EVERYTHING, follows=("reload", "system.bucket_elems"))
         names = features_for(able)
         assert {"reload", "reload.bucket_elems", "reload.world_size"} <= {*names}
         assert "reload.redundancy" not in names
 
-    def test_values_are_those_that_it_can_be_asked_for(self):
+    def test_feature_values_are_within_capabilities(self):
         able = replace(EVERYTHING, stages=(0, 1), orders=("ring",), models=("params",))
         names = features_for(able)
         assert {"system.stage=0", "reload.stage=1", "world.order=ring"} <= {*names}
@@ -134,7 +134,7 @@ class TestForATarget:
         ("layout: aligned", "layout: reversed", True),
     ],
 )
-def test_values_of_one_setting_make_no_pair_nor_a_table_and_what_is_in_it(one, other, met):
+def test_features_of_one_setting_or_table_make_no_pair(one, other, met):
     assert may_meet(one, other) is met
 
 
@@ -192,11 +192,11 @@ def layout(sizes, **policy):
         ),
     ],
 )  # fmt: skip
-def test_features_of_a_layout(sizes, policy, expected):
+def test_layout_features_are_found(sizes, policy, expected):
     assert layout_features(layout(sizes, **policy)) == expected
 
 
-def test_several_buffers_are_one_layout():
+def test_several_buffers_make_one_layout():
     specs = [
         ParamSpec(name="dense", shape=(4,), dtype="fp32"),
         ParamSpec(name="expert", shape=(3,), dtype="fp32", kind="expert"),

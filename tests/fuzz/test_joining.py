@@ -1,4 +1,4 @@
-"""Corpora of shards become one corpus of the campaign; what does not belong together is refused."""
+"""Joining corpora of shards into one; shards that do not belong together are refused."""
 
 import json
 from dataclasses import replace
@@ -11,7 +11,7 @@ from zero_sim.fuzz.corpus import open_corpus, read_corpus
 from zero_sim.fuzz.joining import join_corpora
 
 
-def test_two_shards_are_one_campaign(tmp_path):
+def test_two_shards_become_one_campaign(tmp_path):
     one = make_shard(tmp_path / "a", 1, batches=[0, 2])
     two = make_shard(tmp_path / "b", 2, batches=[1])
     joined = join_corpora([two, one], into=tmp_path / "all")
@@ -29,7 +29,7 @@ def test_shards_may_share_a_folder(tmp_path):
     assert [report.index for report in joined.kept.reports] == [0, 1]
 
 
-def test_findings_and_bundles_come_along(tmp_path):
+def test_findings_and_bundles_are_joined(tmp_path):
     for number, name in ((1, "a"), (2, "b")):
         with open_corpus(tmp_path / name, head=replace(HEAD, shard=(number, 2))) as corpus:
             corpus.append(report_of(number - 1, found=(found(name), found("same"))))
@@ -42,8 +42,7 @@ def test_findings_and_bundles_come_along(tmp_path):
     assert kept == {"bundle-a": "a", "bundle-b": "b"}
 
 
-def test_shards_of_an_earlier_version_may_be_among_them(tmp_path):
-    """Beside what one was converted to it is not read."""
+def test_old_corpora_next_to_their_conversion_are_ignored(tmp_path):
     make_shard(tmp_path / "a", 1, batches=[0])
     for number in (1, 2):
         head = {"format": "zero_sim corpus", "version": 1, "seed": 7, "target": "zero_sim"}
@@ -53,7 +52,7 @@ def test_shards_of_an_earlier_version_may_be_among_them(tmp_path):
     assert (len(joined.kept.reports), joined.shards_missing) == (1, ())
 
 
-def test_what_a_campaign_left_that_was_killed_at_once_is_no_corpus(tmp_path):
+def test_empty_files_of_killed_campaigns_are_ignored(tmp_path):
     one = make_shard(tmp_path / "a", 1, batches=[0])
     (tmp_path / "a" / "shard-2-of-2.sqlite").touch()
     (tmp_path / "all").mkdir()
@@ -82,19 +81,19 @@ def test_shards_of_two_campaigns_are_refused(tmp_path, other):
     assert not (tmp_path / "all").exists()
 
 
-def test_so_are_those_of_a_campaign_that_was_shared_out_twice(tmp_path):
+def test_shards_of_different_totals_are_refused(tmp_path):
     one, two = make_shard(tmp_path / "a", 1), make_shard(tmp_path / "b", 2, of=3)
     with pytest.raises(UsageError, match="expected shards of one campaign"):
         join_corpora([one, two], into=tmp_path / "all")
 
 
-def test_a_shard_that_is_there_twice_is_refused(tmp_path):
+def test_duplicate_shard_is_refused(tmp_path):
     one, two = make_shard(tmp_path / "a", 1), make_shard(tmp_path / "b", 1)
     with pytest.raises(UsageError, match="expected each shard once, got 1/2"):
         join_corpora([one, two], into=tmp_path / "all")
 
 
-def test_a_folder_with_a_corpus_is_not_written_over(tmp_path):
+def test_folder_with_a_corpus_is_not_overwritten(tmp_path):
     one = make_shard(tmp_path / "a", 1)
     before = one.read_bytes()
     with pytest.raises(UsageError, match="expected a folder without a corpus"):
@@ -103,13 +102,13 @@ def test_a_folder_with_a_corpus_is_not_written_over(tmp_path):
     assert one.read_bytes() == before
 
 
-def test_a_folder_without_a_corpus_is_refused(tmp_path):
+def test_folder_without_a_corpus_is_refused(tmp_path):
     with pytest.raises(UsageError, match="expected a corpus in"):
         join_corpora([tmp_path], into=tmp_path / "all")
 
 
-def test_nothing_is_written_to_the_folder_of_a_shard(tmp_path):
-    """A stranger's may be read-only."""
+def test_shard_folders_are_not_written_to(tmp_path):
+    """They may be read-only."""
     one = make_shard(tmp_path / "a", 1, batches=[0])
     one.chmod(0o444)
     before = [(path, path.stat().st_mtime_ns) for path in (tmp_path / "a", one)]

@@ -1,4 +1,4 @@
-"""Campaigns that are killed at any moment go on without a case lost or counted twice."""
+"""Campaigns killed at any moment resume with no case lost or counted twice."""
 
 import json
 import subprocess
@@ -6,8 +6,8 @@ import sys
 
 KILLS = 25
 BATCHES = 200
-# One process that imports everything once and forks a campaign for each kill: it has no threads.
-# Each dies after a number of lines of Python, which no load changes.
+# One process imports everything once and forks a campaign for each kill: it has no threads. Each
+# child dies after a number of lines of Python, which no load changes.
 SCRIPT = f"""
 import json, os, random, signal, sys
 from concurrent.futures import Future
@@ -77,7 +77,7 @@ print(json.dumps({{
 """
 
 
-def test_no_case_is_lost_or_counted_twice(tmp_path):
+def test_killed_campaigns_lose_no_case_and_count_none_twice(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "corpus")],
         capture_output=True,
@@ -86,7 +86,7 @@ def test_no_case_is_lost_or_counted_twice(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    # Otherwise every kill came before the first batch or after the last one.
+    # If not, every kill came before the first batch or after the last one.
     assert 0 < told.pop("earlier") < 50 * BATCHES, told
     assert told == {
         "cases": 50 * BATCHES,

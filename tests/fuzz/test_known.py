@@ -1,4 +1,4 @@
-"""Whether a case shows a finding that is known, or one of another cause with the same key."""
+"""Known findings: whether a case shows one of them, or another cause with the same key."""
 
 from dataclasses import replace
 
@@ -60,22 +60,22 @@ def found(toml=SMALL, *, key=KEY, complete=True, places=()):
     )  # fmt: skip
 
 
-def test_what_differs_in_another_manner_is_another_finding():
+def test_difference_in_another_manner_is_another_finding():
     assert not Known.of(found()).explains(KEY._replace(manner="zeros"), case())
 
 
-def test_what_lies_elsewhere_than_in_the_smallest_case_is_another_finding():
+def test_difference_in_another_place_is_another_finding():
     last = KEY._replace(place="last bucket")
     assert not Known.of(found()).explains(last, case())
     assert Known.of(found(places=["last bucket"])).explains(last, case())
 
 
-def test_of_a_search_that_did_not_end_the_key_has_to_do():
+def test_key_suffices_after_an_incomplete_search():
     assert Known.of(found(LARGE, complete=False)).explains(KEY, case(SMALL))
 
 
-def test_those_that_a_case_cannot_be_showing_are_told():
-    """Through cases that have what they need it is not to be made smaller."""
+def test_findings_that_a_case_cannot_show_are_listed():
+    """The case must not shrink through cases that can show them."""
     known = KnownFindings()
     known.add(found())
     unclipped = case(LARGE.replace("clip_norm = 0.5", "lr = 0.1"))
@@ -83,7 +83,7 @@ def test_those_that_a_case_cannot_be_showing_are_told():
     assert known.others(KEY, case()) == []
 
 
-def test_of_a_kind_with_many_findings_further_ones_are_taken_for_known():
+def test_further_findings_of_a_frequent_key_count_as_known():
     known = KnownFindings()
     for size in (3, 4, 5, 6):
         assert not known.explain(KEY, case(SMALL))
@@ -109,7 +109,7 @@ LARGER = Scenario(
 )
 
 
-def test_a_larger_case_with_the_same_settings_of_other_values_has_it():
+def test_larger_case_with_other_values_meets_the_needs():
     assert Needs.of(SMALLEST).met_by(LARGER)
     assert Needs.of(SMALLEST).met_by(SMALLEST)
 
@@ -123,14 +123,14 @@ def test_a_larger_case_with_the_same_settings_of_other_values_has_it():
         {"model": ModelSpec(name="params", shapes=((1,),))},
     ],
 )
-def test_a_case_that_lacks_any_of_it_has_it_not(less):
+def test_case_without_a_needed_setting_does_not_meet_them(less):
     assert not Needs.of(SMALLEST).met_by(replace(LARGER, **less))
 
 
-def test_which_model_and_learning_rate_it_has_does_not_matter():
+def test_model_and_learning_rate_do_not_matter():
     needs = Needs.of(replace(SMALLEST, optimizer=OptimizerSpec(lr=0.1)))
     assert needs.met_by(replace(LARGER, optimizer=OptimizerSpec(), model=ModelSpec(name="mlp")))
 
 
-def test_any_case_has_nothing():
+def test_no_needs_are_met_by_any_case():
     assert NOTHING.met_by(replace(SMALLEST, model=ModelSpec(name="params", shapes=())))

@@ -1,4 +1,4 @@
-"""Drawn layouts: of every kind, and shrunk to what a person can hold."""
+"""Drawn layouts: every kind occurs, and failures shrink to small ones."""
 
 import random
 
@@ -47,12 +47,12 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_every_kind_comes_up(drawn, feature):
+def test_every_kind_of_layout_is_drawn(drawn, feature):
     assert 5 <= sum(FEATURES[feature](*layout) for layout in drawn) < len(drawn)
 
 
 @pytest.mark.parametrize("start", range(8))
-def test_a_cut_param_shrinks_to_two_shards_and_one_param_of_two_elements(start):
+def test_split_param_shrinks_to_two_shards_and_two_elements(start):
     def has_cut_param(layout):
         _, policy, buffers = layout
         names = [

@@ -1,4 +1,4 @@
-"""Corpora of earlier versions: converted when they are opened, every value checked."""
+"""Corpora of earlier versions: converted when opened, with every value checked."""
 
 import json
 
@@ -20,7 +20,7 @@ OLD_HEAD = {
 
 
 def old_line(report):
-    """A report as earlier versions wrote it: flat, with fields that went since."""
+    """Return a report as earlier versions wrote it: flat, with fields removed since."""
     data = json.loads(to_json(report))
     return {**data.pop("counts"), **data, "asked": 50}
 
@@ -32,7 +32,7 @@ def write(folder, *lines, head=OLD_HEAD):
     return path
 
 
-def test_one_is_converted_once_and_stays(tmp_path):
+def test_old_corpus_is_converted_once_and_kept(tmp_path):
     reports = [report_of(0, found=(found("a"),)), report_of(1, cases_with={"reload": 1 << 49})]
     old = write(tmp_path, *map(old_line, reports))
     before = old.read_bytes()
@@ -48,13 +48,13 @@ def test_one_is_converted_once_and_stays(tmp_path):
         assert len(corpus.kept.reports) == 2
 
 
-def test_options_device_and_family_come_along(tmp_path):
+def test_options_device_and_family_are_converted(tmp_path):
     more = {"options": {"b": "x", "a": "1"}, "device": "cuda", "family": 4}
     head = read_corpus(write(tmp_path, head=OLD_HEAD | more)).head
     assert (head.options, head.device, head.family) == ((("a", "1"), ("b", "x")), "cuda", 4)
 
 
-def test_another_campaign_is_refused_and_nothing_is_left(tmp_path):
+def test_old_corpus_of_another_campaign_is_refused(tmp_path):
     write(tmp_path, head=OLD_HEAD | {"seed": 8})
     for _ in range(2):
         with (
@@ -64,7 +64,7 @@ def test_another_campaign_is_refused_and_nothing_is_left(tmp_path):
             pass
 
 
-def test_what_was_fixed_is_gone_and_its_batches_do_not_count(tmp_path):
+def test_fixed_findings_are_dropped_and_their_batches_do_not_count(tmp_path):
     met = report_of(
         0, found=(found("a"), found("b")), keys={"a||||": 1}, verdicts={"pass": 49, "fail": 1}
     )
@@ -74,13 +74,13 @@ def test_what_was_fixed_is_gone_and_its_batches_do_not_count(tmp_path):
     assert [one.key.check for one in kept.found.values()] == ["b"]
 
 
-def test_a_line_that_was_cut_short_is_dropped(tmp_path):
+def test_truncated_line_is_dropped(tmp_path):
     path = write(tmp_path, old_line(report_of(0)))
     path.write_bytes(path.read_bytes() + b'{"index": 1, "se')
     assert len(read_corpus(path).reports) == 1
 
 
-def test_reports_of_still_earlier_versions_have_less(tmp_path):
+def test_missing_fields_of_still_older_reports_are_filled(tmp_path):
     line = old_line(report_of(0)) | {"layouts": {"aligned": 2}}
     for name in ("params_only", "cases_with", "taken", "lost", "futile"):
         del line[name]
@@ -100,13 +100,13 @@ def test_reports_of_still_earlier_versions_have_less(tmp_path):
         OLD_HEAD | {"seed": "7"},
     ],
 )
-def test_a_file_that_is_no_corpus_is_refused(tmp_path, head):
+def test_file_without_a_corpus_head_is_refused(tmp_path, head):
     with pytest.raises(UsageError, match="to begin with the head of a corpus"):
         read_corpus(write(tmp_path, head=head))
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"\x1b[31m\xff\n", b"[" * 100_000])
-def test_so_is_what_is_no_json(tmp_path, data):
+def test_file_without_json_is_refused(tmp_path, data):
     path = write(tmp_path)
     path.write_bytes(data)
     with pytest.raises(UsageError, match="to begin with the head of a corpus") as caught:
@@ -123,14 +123,14 @@ def test_so_is_what_is_no_json(tmp_path, data):
         ({"found": [[[[]]]]}, "found: 0: "),
     ],
 )
-def test_a_line_that_is_no_batch_of_the_campaign_is_named(tmp_path, change, words):
+def test_line_of_another_campaign_is_named(tmp_path, change, words):
     report = old_line(report_of(0))
     with pytest.raises(UsageError, match=rf"batches-1-of-1\.jsonl line 3: .*{words}"):
         read_corpus(write(tmp_path, report, report | change))
 
 
 @pytest.mark.parametrize("levels", [40, 100_000])
-def test_so_is_one_that_nests_too_deep(tmp_path, levels):
+def test_line_that_nests_too_deep_is_refused(tmp_path, levels):
     path = write(tmp_path, old_line(report_of(0)))
     path.write_bytes(path.read_bytes() + b"[" * levels + b"]" * levels + b"\n")
     with pytest.raises(UsageError, match=r"batches-1-of-1\.jsonl line 3: "):

@@ -1,4 +1,4 @@
-"""Cases of one order of addition, and of one that the judge is not told."""
+"""Cases of one summation order, and of an order unknown to the judge."""
 
 from itertools import islice
 
@@ -19,11 +19,11 @@ def drawn(target, **changes):
     return list(islice(draws(drawn_cases(target, **changes), seed="5"), CASES))
 
 
-def test_a_target_with_sums_of_its_own_gets_cases_of_an_unknown_order_alone():
+def test_target_with_own_sums_gets_only_unknown_orders():
     assert not any(case.world.order_known for case in drawn(RING))
 
 
-def test_right_sums_over_send_and_recv_pass():
+def test_correct_sums_over_send_and_recv_pass():
     assert {run_case(case, target=RING).verdict for case in drawn(RING)} == {"pass"}
 
 
@@ -32,23 +32,23 @@ def test_sums_that_skip_a_rank_are_found():
     assert "equality.grad" in {result.findings[0].check for result in results if result.findings}
 
 
-def test_our_own_system_gets_cases_of_an_unknown_order_that_it_can_be_asked_for():
+def test_zero_sim_gets_valid_cases_of_an_unknown_order():
     own = find_target("zero_sim")
     cases = drawn(own, order="unknown")
     assert not any(case.world.order_known for case in cases)
     assert not any(refusals(own, case) for case in cases)
 
 
-def test_all_cases_add_in_the_order_that_is_asked_for():
+def test_all_cases_use_the_requested_order():
     cases = drawn(find_target("zero_sim"), order="ring")
-    # A first rank that sums by itself, and split layers, add by rank.
+    # Sums that start on the root rank, and split layers, add by rank.
     assert {case.world.order for case in cases if case.world.order != "linear"} == {"ring"}
 
 
-def test_an_order_that_a_target_does_not_declare_is_refused():
+def test_undeclared_order_is_refused():
     with pytest.raises(UsageError, match="expected --order to be one of unknown, got 'ring'"):
         within_order(RING.capabilities, "ring")
 
 
-def test_no_order_leaves_capabilities_as_they_are():
+def test_capabilities_are_unchanged_without_an_order():
     assert within_order(EVERYTHING, None) == EVERYTHING

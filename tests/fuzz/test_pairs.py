@@ -1,4 +1,4 @@
-"""Targets without an update rule for the reference are drawn pairs of layouts."""
+"""Pairs of layouts, drawn for targets without an update rule for the reference."""
 
 from itertools import islice
 
@@ -21,7 +21,7 @@ def drawn(target, count, *, seed="1"):
 
 
 class Paired(ZeroSimTarget):
-    """Our own system, of what pairs can have."""
+    """zero_sim, restricted to the capabilities of pairs."""
 
     capabilities = pairable(capabilities_of(ZeroSimTarget()))
 
@@ -47,18 +47,18 @@ def test_every_drawn_case_has_a_valid_second_layout():
         assert not refusals(target, case)
 
 
-def test_both_numbers_of_ranks_and_stages_are_drawn():
+def test_world_sizes_and_stages_of_pairs_are_drawn():
     pairs = [case.pair for case in drawn(Fixed(), 30)]
     assert {pair.world_size for pair in pairs} == {None, 1, 2, 4}
     assert {pair.stage for pair in pairs} == {None, 0, 1}
 
 
-def test_a_target_with_a_rule_needs_no_pair():
+def test_target_with_a_rule_needs_no_pair():
     assert not needs_pair(ZeroSimTarget())
     assert not any(case.pair for case in drawn(ZeroSimTarget(), 20))
 
 
-def test_state_by_the_size_of_a_shard_is_found_in_few_cases(pool):
+def test_state_that_depends_on_shard_size_is_found_in_few_cases(pool):
     target = Faulty()
     results = (run_case(case, pool=pool, target=target) for case in drawn(target, 5, seed="7"))
     failed = next(result for result in results if result.verdict == "fail")
@@ -70,6 +70,6 @@ def test_every_part_of_a_layout_is_drawn(own_pairs):
         assert any(getattr(case.pair, name) is not None for case in own_pairs)
 
 
-def test_our_own_system_has_the_same_state_in_both_layouts(own_pairs, pool):
+def test_zero_sim_has_the_same_state_in_both_layouts(own_pairs, pool):
     for case in own_pairs[:2]:
         assert run_case(case, pool=pool).verdict in ("pass", "inconclusive")

@@ -1,4 +1,4 @@
-"""Findings of an earlier run, judged again by the code as it is now."""
+"""Findings of an earlier run, judged again by the current code."""
 
 from dataclasses import replace
 
@@ -27,29 +27,29 @@ def outcome(found, target):
     return one.outcome, one.said
 
 
-def test_a_case_that_passes_is_fixed():
+def test_case_that_passes_is_fixed():
     assert outcome(FOUND, "zero_sim") == ("fixed", "")
 
 
-def test_one_with_the_same_finding_fails():
+def test_case_with_the_same_finding_fails():
     (scenario,) = parse_cases(CASE, source="", stem="")
     key = key_of(run_case(scenario, target=Broken()))
     assert key is not None
     assert outcome(replace(FOUND, key=key), "tests.fuzz.broken:Broken") == ("fails", "")
 
 
-def test_one_with_another_finding_says_which():
+def test_case_with_another_finding_reports_it():
     what, said = outcome(FOUND, "tests.fuzz.broken:Raising")
     assert what == "fails-otherwise"
     assert said.startswith("world.rank-failed: rank 0 raised RuntimeError: not today")
 
 
-def test_one_that_is_refused_now_is_not_fixed():
+def test_case_that_is_refused_is_not_fixed():
     wide = replace(FOUND, scenario=CASE + "[system]\nstage = 3\n")
     what, said = outcome(wide, "torch-ddp")
     assert what == "unknown"
     assert "system.stage" in said
 
 
-def test_one_without_a_case_is_passed_over():
+def test_finding_without_a_case_is_skipped():
     assert not list(recheck([replace(FOUND, scenario="")], target="no-such-target"))

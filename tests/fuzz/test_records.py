@@ -1,4 +1,4 @@
-"""What a corpus holds of a batch: come back as it was, or not at all."""
+"""Records of batches: they roundtrip through JSON, or are refused."""
 
 import json
 
@@ -20,7 +20,7 @@ REPORT = report_of(
 
 
 def changed(path, value):
-    """The JSON of the report with another value at a dotted path."""
+    """Return the JSON of the report with another value at a dotted path."""
     data = inner = json.loads(to_json(REPORT))
     *tables, last = path.split(".")
     for name in tables:
@@ -29,14 +29,14 @@ def changed(path, value):
     return json.dumps(data)
 
 
-def test_a_report_comes_back():
+def test_report_roundtrips_through_json():
     assert from_json(BatchReport, to_json(REPORT)) == REPORT
     assert from_json(BatchReport, to_json(REPORT)).found[0].key == Key("equality.grad")
 
 
 @pytest.mark.parametrize("bundle", ["../../etc", "/etc", "..", "0123456789ab/..", "\n", None])
-def test_a_bundle_is_called_by_its_id(bundle):
-    """It becomes part of a path, which is moved and removed."""
+def test_bundle_must_be_an_id(bundle):
+    """It becomes part of a path that is moved and removed."""
     with pytest.raises(ValueError, match="found: 0: bundle: "):
         from_json(BatchReport, changed("found.0.bundle", bundle))
 
@@ -64,7 +64,7 @@ def test_a_bundle_is_called_by_its_id(bundle):
         ("found.0.apart", float("inf")),
     ],
 )
-def test_every_field_is_of_its_type(path, value):
+def test_every_field_is_checked_for_its_type(path, value):
     with pytest.raises(ValueError, match=path.replace(".", ": ")):
         from_json(BatchReport, changed(path, value))
 
@@ -86,6 +86,6 @@ MANY = {f"system.options.o{number}=1": 1 for number in range(1_001)}
         ("cases_with", MANY, "expected features of 2 cases"),
     ],
 )
-def test_counts_are_of_the_cases_that_ran(path, value, words):
+def test_counts_are_checked_against_the_number_of_cases(path, value, words):
     with pytest.raises(ValueError, match=words):
         from_json(BatchReport, changed(path, value))

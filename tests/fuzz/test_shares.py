@@ -1,4 +1,4 @@
-"""How often cases have something: a fault that needs it is found so much sooner or later."""
+"""Shares of cases with each feature: they determine how soon a fault that needs it is found."""
 
 from collections import Counter
 from itertools import combinations, islice
@@ -50,22 +50,22 @@ def ranks_of(case):
     return case.world.size // (case.topology.tp * case.topology.pp)
 
 
-def test_a_quarter_is_stage_3(cases):
+def test_a_quarter_of_cases_is_stage_3(cases):
     assert share(cases, lambda case: case.system.stage == 3) >= 0.25
 
 
-def test_a_twentieth_has_five_to_eight_ranks(cases):
+def test_a_twentieth_of_cases_has_five_to_eight_ranks(cases):
     assert share(cases, lambda case: 5 <= ranks_of(case) <= 8) >= 0.05
 
 
-def test_a_tenth_has_several_replicas_of_sharded_params(cases):
+def test_a_tenth_of_cases_has_replicas_of_sharded_params(cases):
     def has_replicas(case):
         return case.system.stage > 0 and 1 < case.system.redundancy < ranks_of(case)
 
     assert share(cases, has_replicas) >= 0.10
 
 
-def test_so_has_a_target_that_declares_little_its_ranks():
+def test_minimal_target_gets_five_to_eight_ranks_as_often():
     cases = drawn(Declaring(Capabilities()))
     assert share(cases, lambda case: 5 <= ranks_of(case) <= 8) >= 0.05
 
@@ -75,7 +75,7 @@ def test_no_optimizer_is_rare(own):
     assert min(names.values()) >= len(own) / (2 * len(names))
 
 
-def test_no_value_of_an_option_is_rare():
+def test_no_option_value_is_rare():
     options = {
         "few": Option(default=False, values=(True,)),
         "many": Option(default=0, values=(1, 2, 3)),
@@ -90,14 +90,16 @@ def test_no_value_of_an_option_is_rare():
 
 
 NEEDS_THREE = ("data.nan.micro_batch", "run.own_micro_batches")
-"""A pair for three micro-batches: one behind that of the NaN, and one that some rank has not."""
+"""A pair that needs three micro-batches: one after that of the NaN, and one that some rank
+lacks.
+"""
 EXPECTED_LEAST = 100
-"""Fewer than so many cases expected say little of how many there are."""
+"""Expected count below which counts are too noisy to compare."""
 
 
-def test_two_settings_that_can_meet_meet_a_quarter_as_often_as_by_chance(own):
-    """Those that never meet are two that the rules of a case keep apart."""
-    # Models of split layers all share params, and have little else.
+def test_pairs_of_settings_occur_a_quarter_as_often_as_by_chance(own):
+    """Pairs that never occur are excluded by the rules of a case."""
+    # Models of split layers always share params and have few other settings.
     plain = [case for case in own if case.model.name != "tp-block"]
     said = [{name for name in features_of(case) if not name.startswith(LAYOUT)} for case in plain]
     once = Counter(name for names in said for name in names)
@@ -113,14 +115,14 @@ def test_two_settings_that_can_meet_meet_a_quarter_as_often_as_by_chance(own):
 
 
 @pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
-def test_a_hundredth_is_stage_3_with_each_kind_of_activation_checkpoint(own, recompute):
+def test_a_hundredth_of_cases_is_stage_3_with_each_recompute_kind(own, recompute):
     def has(case):
         return case.system.stage == 3 and case.model.recompute == recompute
 
     assert share(own, has) >= 0.01
 
 
-def test_kinds_of_activation_checkpoints_are_those_of_the_target():
+def test_recompute_kinds_are_within_capabilities():
     only = (("model.recompute", ("none", "non-reentrant")),)
     able = Capabilities(follows=("model.recompute",), only=only)
     kinds = {case.model.recompute for case in drawn(Declaring(able), count=200)}

@@ -1,4 +1,4 @@
-"""What the strategies give: valid cases of every kind, that shrink to what a person can hold."""
+"""Strategies: valid cases of every kind, which shrink to small ones."""
 
 import math
 import random
@@ -52,14 +52,14 @@ def test_cases_are_valid(cases):
     assert [check_scenario(case) for case in cases if check_scenario(case)] == []
 
 
-def test_cases_are_the_same_kind_whatever_they_are_drawn_with():
+def test_hypothesis_draws_valid_cases_of_many_models():
     strategic = drawn(of_strategy(scenarios()), 100)
     assert [check_scenario(case) for case in strategic if check_scenario(case)] == []
     assert len({case.model.name for case in strategic}) > 5
 
 
-def test_what_they_say_of_params_they_say_of_some(cases):
-    """Of those of the reference itself, which trains no others."""
+def test_param_patterns_of_cases_match_params(cases):
+    """The params of the reference, which trains no others."""
     named = [case for case in cases if names_params(case)]
     assert {case.model.name for case in named} > {"params", "unusual", "transformer-260"}
     for case in named:
@@ -71,8 +71,8 @@ def names_params(case):
     return case.model.freeze or case.optimizer.groups or case.topology.shared + case.topology.tied
 
 
-def test_an_overflow_leaves_a_step_on_its_side_of_a_checkpoint(cases):
-    """Or no update would be compared there."""
+def test_overflow_leaves_a_step_on_its_side_of_a_reload(cases):
+    """Otherwise no update would be compared there."""
     overflowing = [case for case in cases if case.data.nan]
     assert any(case.reload for case in overflowing)
     for case in overflowing:
@@ -81,13 +81,13 @@ def test_an_overflow_leaves_a_step_on_its_side_of_a_checkpoint(cases):
         assert (saved if is_before else case.run.steps - saved) > 1
 
 
-def test_no_case_has_more_steps_than_asked_for(cases):
+def test_no_case_exceeds_the_requested_steps(cases):
     assert max(case.run.steps for case in cases) == STEPS_MAX
     assert {case.run.steps for case in drawn(drawn_cases(steps_max=1), 100)} == {1}
 
 
 class Plain:
-    """A target that declares nothing: ten lines around AdamW."""
+    """A target that declares nothing: a minimal AdamW wrapper."""
 
     name = "plain"
 
@@ -96,7 +96,7 @@ class Plain:
 
 
 class Narrow(Plain):
-    """A target for which most of what there is to choose from is one thing."""
+    """A target with one choice for most settings."""
 
     name = "narrow"
     capabilities = replace(
@@ -111,7 +111,7 @@ class Narrow(Plain):
 
 
 class Choosy(Plain):
-    """A target that refuses what no capability says."""
+    """A target that refuses cases within its capabilities."""
 
     name = "choosy"
     capabilities = None
@@ -122,7 +122,7 @@ class Choosy(Plain):
 
 
 class Reloading(Plain):
-    """A target that follows nothing but a checkpoint."""
+    """A target that follows nothing but `reload`."""
 
     name = "reloading"
     capabilities = Capabilities(stages=(1,), follows=("reload",), world_size_max=4)
@@ -142,7 +142,7 @@ def test_cases_for_a_target_are_valid_and_within_its_capabilities(target):
 
 
 @pytest.mark.parametrize("target", [Narrow(), Reloading()], ids=lambda target: target.name)
-def test_what_comes_after_a_checkpoint_is_within_the_capabilities_too(target):
+def test_cases_after_a_reload_are_within_capabilities(target):
     again = [case for case in drawn(drawn_cases(target), 300) if case.reload]
     assert again
     for case in again:
@@ -172,10 +172,10 @@ FOLLOWED = {
 }
 
 
-def test_all_that_ddp_follows_comes_up():
+def test_every_option_that_ddp_follows_is_drawn():
     missing = FOLLOWED
-    # Of one series every sixth has no case with nesterov, and Hypothesis draws another one whenever
-    # a constant in the code changes.
+    # One series in six has no case with nesterov, and Hypothesis draws another series whenever a
+    # constant in the code changes.
     for series in range(6):
         aimed = drawn(drawn_cases(find_target("torch-ddp")), 1200, series=series)
         missing = {path: has for path, has in missing.items() if not any(map(has, aimed))}
@@ -184,7 +184,7 @@ def test_all_that_ddp_follows_comes_up():
     assert list(missing) == []
 
 
-def test_no_more_ranks_in_a_group_than_a_target_takes():
+def test_ranks_of_a_group_are_within_capabilities():
     sizes = {
         case.world.size // (case.topology.tp * case.topology.pp)
         for case in drawn(drawn_cases(Narrow()), 100)
@@ -192,7 +192,7 @@ def test_no_more_ranks_in_a_group_than_a_target_takes():
     assert sizes == {1, 2, 3}
 
 
-def test_cases_with_faults_are_valid_and_say_what_must_be_found():
+def test_cases_with_faults_are_valid_and_expect_a_finding():
     faulty = drawn(of_strategy(faulty_scenarios()), 100)
     assert [check_scenario(case) for case in faulty if check_scenario(case)] == []
     assert all(case.faults and case.expect.finding for case in faulty)
@@ -234,12 +234,12 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_every_feature_comes_up(cases, feature):
+def test_every_feature_is_drawn(cases, feature):
     count = sum(bool(FEATURES[feature](case)) for case in cases)
     assert 0 < count < len(cases)
 
 
-def test_a_case_has_some_features_and_lacks_others(cases):
+def test_cases_have_few_or_many_features(cases):
     counts = {sum(bool(has(case)) for has in FEATURES.values()) for case in cases}
     assert min(counts) <= 2
     assert max(counts) >= 7
@@ -250,7 +250,7 @@ def group_of(case):
 
 
 def covers_all_params(case):
-    """With settings of their own for each group."""
+    """True if groups cover all params, each group with its own settings."""
     groups = case.optimizer.groups
     names = [name for name, _ in params_of(case.model)]
     settings = {(group.lr, group.weight_decay) for group in groups}
@@ -283,18 +283,20 @@ RARE = {
     "param groups that cover all params": covers_all_params,
     "at least eleven ranks": lambda s: s.world.size > 10,
 }
-"""Conjunctions in which faults of other people's systems hid."""
+"""Conjunctions that revealed faults in other people's systems."""
 
 
 @pytest.mark.parametrize("conjunction", RARE)
-def test_rare_conjunctions_are_a_few_in_a_hundred(cases, conjunction):
-    """Three and more; Hypothesis draws other cases whenever a constant in the code changes."""
+def test_rare_conjunctions_are_drawn(cases, conjunction):
+    """Expected are three in a hundred and more, but Hypothesis draws other cases whenever a
+    constant changes.
+    """
     count = sum(bool(RARE[conjunction](case)) for case in cases)
     assert count >= 15
 
 
 def test_effort_is_spread(cases):
-    """The tenth of the cases that take longest is about a third of the work."""
+    """The most expensive tenth of the cases takes about a third of the effort."""
 
     def effort(case):
         return effort_of(case, sizes=[math.prod(shape) for _, shape in params_of(case.model)])
@@ -305,7 +307,7 @@ def test_effort_is_spread(cases):
     assert 3 * sum(efforts) < 2 * EFFORT_MAX * len(efforts)
 
 
-def test_anything_at_all_shrinks_to_the_least_case():
+def test_unconditional_failure_shrinks_to_the_smallest_case():
     least = find(scenarios(), lambda case: True, settings=QUIET, random=random.Random(1))
     assert least.world.size == least.run.steps == 1
     assert least.model == ModelSpec(name="params", shapes=((1,),))
@@ -313,7 +315,7 @@ def test_anything_at_all_shrinks_to_the_least_case():
     assert least.reload is None
 
 
-def test_a_cut_param_shrinks_to_two_ranks_and_one_param_of_two_elements():
+def test_split_param_shrinks_to_two_ranks_and_two_elements():
     def has_cut_param(case):
         return any(
             len({f.shard for s in range(2) for f in plan.fragments(s) if f.param == param.name}) > 1
@@ -326,14 +328,14 @@ def test_a_cut_param_shrinks_to_two_ranks_and_one_param_of_two_elements():
         shapes = case.model.shapes or ()
         return case.world.size == 2 and [math.prod(shape) for shape in shapes] == [2]
 
-    # Shrinking is a search: from some beginnings it stops a step or two before.
+    # Shrinking is a search: from some seeds it stops a step or two early.
     assert any(
         is_least(find(scenarios(), has_cut_param, settings=QUIET, random=random.Random(seed)))
         for seed in range(8)
     )
 
 
-def test_edge_sizes_hold_all_edges():
+def test_edge_sizes_include_all_edges():
     sizes = set(drawn(Drawable(lambda choices: edge_size(choices, 4, align_elems=3)), 300))
     assert {0, 1, 3, 4, 5, 11, 12, 13} <= sizes
     assert max(sizes) <= 36
@@ -351,7 +353,7 @@ def test_bucket_sizes_fit_sums_of_params():
 
 
 class TestLayouts:
-    def test_experts_have_shards_of_their_own(self):
+    def test_experts_have_their_own_shards(self):
         case = Scenario(
             schema=1,
             model=ModelSpec(name="moe", experts=4),
@@ -361,7 +363,7 @@ class TestLayouts:
         counts = {plan.key.kind: plan.policy.shard_count for plan in layouts_of(case)}
         assert counts == {"dense": 4, "expert": 2}
 
-    def test_copies_and_model_parallel_ranks_share_no_shards(self):
+    def test_replicas_and_model_parallel_ranks_share_no_shards(self):
         case = Scenario(
             schema=1,
             model=ModelSpec(name="mlp"),
@@ -380,7 +382,7 @@ class TestLayouts:
         )
         assert {plan.policy.shard_count for plan in layouts_of(case)} == {1}
 
-    def test_params_that_are_never_trained_have_no_place(self):
+    def test_frozen_params_are_not_in_the_layout(self):
         names = [spec.name for spec in param_specs(ModelSpec(name="unusual"))]
         assert names
         assert "frozen" not in names
@@ -388,7 +390,7 @@ class TestLayouts:
 
 @given(st.data())
 @settings(QUIET, max_examples=30)
-def test_what_may_be_drawn_can_be_narrowed(data):
+def test_strategies_can_be_restricted(data):
     case = data.draw(scenarios(ranks_max=2, steps_max=1, models_from=["bit-hash"], reload=False))
     assert case.world.size <= 2
     assert (case.run.steps, case.model.name, case.reload) == (1, "bit-hash", None)
