@@ -1,10 +1,10 @@
-"""Calls of collectives made by hand, for tests of what is shown of them."""
+"""Hand-made collective calls for tests of reports."""
 
 from zero_sim.sim import CollectiveRecord
 
 
 def call(kind, *, rank, number, **facts):
-    """One rank's call, the one of this number in the group of all ranks."""
+    """Return one rank's call with this sequence number in the group of all ranks."""
     usual = {
         "group": "world", "group_ranks": (0, 1), "dtype": "float32", "elems": 4, "elem_bytes": 4,
         "detail": "", "asynchronous": False, "file": "/somewhere/deep/train.py", "line": number,

@@ -1,4 +1,4 @@
-"""Strips made by hand, for tests of what is drawn."""
+"""Hand-made strips for tests of drawings."""
 
 import itertools
 
@@ -8,7 +8,7 @@ from zero_sim.findings.records import BufferMap, MappedBucket, MappedPiece, Mapp
 
 
 def make_strip(*, shards=4, shard_elems=6, padding=2, names=("w", "b"), differ=((5, 7),), start=0):
-    """One bucket, evenly cut; params share it evenly, but for the padding."""
+    """Return a strip of one bucket, evenly sharded; params share the payload evenly."""
     elems = shards * shard_elems
     payload = elems - padding
     bounds = [i * payload // len(names) for i in range(len(names) + 1)]
@@ -43,5 +43,5 @@ def make_strip(*, shards=4, shard_elems=6, padding=2, names=("w", "b"), differ=(
 
 @pytest.fixture(scope="session")
 def even_strip():
-    """One bucket, evenly cut; keyword arguments say how."""
+    """Maker of a strip of one bucket, evenly sharded. Keyword arguments as of make_strip."""
     return make_strip

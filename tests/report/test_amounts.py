@@ -15,11 +15,11 @@ from zero_sim.report.amounts import aligned, binary_bytes, decimal_bytes, fitted
         (0, "0 B", "0 B"),
     ],
 )
-def test_units(amount, decimal, binary):
+def test_bytes_have_decimal_and_binary_units(amount, decimal, binary):
     assert (decimal_bytes(amount), binary_bytes(amount)) == (decimal, binary)
 
 
-def test_a_small_amount_in_a_column_of_large_ones_has_its_own_unit():
+def test_small_amount_in_a_column_of_large_ones_has_its_own_unit():
     unit = unit_for([2 * 10**9, 4_000_000, 0])
     cells = [in_unit(each, unit) for each in (2 * 10**9, 4_000_000, 0)]
     assert (unit[0], cells) == ("GB", ["2.00", "4,000.00 kB", "0.00"])
@@ -28,11 +28,11 @@ def test_a_small_amount_in_a_column_of_large_ones_has_its_own_unit():
 TABLE = [["model", "stage", "total GB"], ["7b", "0", "112.00"], ["7b", "3", "14.00"]]
 
 
-def test_a_table_that_fits_stays_upright():
+def test_table_that_fits_is_not_transposed():
     assert fitted(TABLE, columns=80) == aligned(TABLE)
 
 
-def test_a_table_that_is_too_wide_lies_on_its_side():
+def test_table_that_is_too_wide_is_transposed():
     assert fitted(TABLE, columns=20).splitlines() == [
         "model: 7b",
         "stage          0      3",
@@ -40,6 +40,6 @@ def test_a_table_that_is_too_wide_lies_on_its_side():
     ]
 
 
-def test_rows_of_several_models_keep_their_names():
+def test_transposed_table_keeps_model_names():
     table = [TABLE[0], TABLE[1], ["8b", *TABLE[2][1:]]]
     assert fitted(table, columns=20).splitlines()[0] == "model         7b     8b"

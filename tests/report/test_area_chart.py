@@ -1,4 +1,4 @@
-"""Area charts: heights are sums of categories, and text has the same numbers."""
+"""Area charts: heights are sums of categories, and the text has the same numbers."""
 
 import re
 
@@ -19,7 +19,7 @@ def chart_of(count):
     return Chart(title="", unit="", points=[Point(name="", phase="", amounts=amounts)])
 
 
-def test_areas_are_stacked_and_the_highest_is_painted_first():
+def test_areas_are_stacked_with_the_highest_painted_first():
     paths = re.findall(r'<path d="([^"]+)"', draw_area(CHART))
     assert paths == [
         "M0 100V75.00H1V0.00H2V50.00H3V100Z",
@@ -27,12 +27,12 @@ def test_areas_are_stacked_and_the_highest_is_painted_first():
     ]
 
 
-def test_phases_are_as_wide_as_their_moments():
+def test_phase_width_is_its_number_of_moments():
     widths = re.findall(r'style="width:([\d.]+)%" title="(\w+)"', draw_area(CHART))
     assert widths == [("66.667", "forward"), ("33.333", "step")]
 
 
-def test_names_of_a_scenario_are_escaped():
+def test_category_names_are_escaped():
     assert "&lt;gathered&gt;" in draw_area(CHART)
     assert "<gathered>" not in draw_area(CHART)
 
@@ -42,12 +42,12 @@ def test_text_has_the_totals():
     assert [line.split()[-1] for line in lines] == ["bytes", "50", "200", "100"]
 
 
-def test_a_chart_without_amounts_is_flat():
+def test_chart_without_amounts_is_flat():
     empty = Chart(title="", unit="", points=[Point(name="", phase="", amounts={"params": 0})])
     assert "V100.00H1" in draw_area(empty)
 
 
 @pytest.mark.parametrize("count", range(1, 14))
-def test_each_category_has_a_colour_of_its_own(count):
+def test_each_category_has_its_own_colour(count):
     hues = re.findall(r"background:hsl\((\d+)", draw_area(chart_of(count)))
     assert len(set(hues)) == count

@@ -1,4 +1,4 @@
-"""The calls around a finding."""
+"""Calls around a finding."""
 
 from dataclasses import replace
 
@@ -11,7 +11,9 @@ from zero_sim.sim import EventLog
 
 
 def logged(*kinds, refused=None):
-    """Each call, a name or a name and its elements, by both of two ranks, rank 0 first."""
+    """Return a log of calls by two ranks, rank 0 first. Each call is a name, or a name and its
+    elements.
+    """
     log = EventLog()
     for number, named in enumerate(kinds):
         kind, elems = named if isinstance(named, tuple) else (named, 4)
@@ -34,7 +36,7 @@ def kinds(calls):
     return [(call.record.kind, call.when) for call in calls]
 
 
-def test_suspects_and_some_calls_before_in_and_after_the_step():
+def test_calls_before_in_and_after_the_step_are_listed():
     near = calls_near(LOG, finding(call_start=6, call_stop=10))
     assert kinds(near.suspects) == [("reduce_scatter", "in")]
     assert kinds(near.others) == [
@@ -51,14 +53,14 @@ def test_suspects_and_some_calls_before_in_and_after_the_step():
 @pytest.mark.parametrize(
     ("phase", "kind"), [("reduce", "reduce_scatter"), ("gather", "all_gather")]
 )
-def test_what_carries_the_difference_is_suspect(phase, kind, even_strip):
+def test_calls_that_carry_the_difference_are_suspects(phase, kind, even_strip):
     strip = replace(even_strip(), check="c.d")
     near = calls_near(LOG, finding(phase=phase, call_start=6, call_stop=10), strip)
     assert [call.record.kind for call in near.suspects] == [kind]
 
 
-def test_of_a_system_that_tells_params_alone_whatever_carries_data_is_suspect():
-    # The average of a second group is seen first in the params that are gathered after it.
+def test_all_data_calls_are_suspects_if_only_params_are_reported():
+    # An average over a second group is first observed in the params gathered after it.
     log = logged("barrier", "reduce_scatter", "all_reduce", "all_gather", "barrier")
     near = calls_near(log, finding(phase="gather", call_start=0, call_stop=10))
     assert [call.record.kind for call in near.suspects] == [
@@ -68,8 +70,8 @@ def test_of_a_system_that_tells_params_alone_whatever_carries_data_is_suspect():
     ]
 
 
-def test_a_param_that_differs_makes_no_call_a_suspect_where_no_gradient_was_observed():
-    """Settings of the optimizer may be wrong, and every call right."""
+def test_param_difference_makes_no_suspect_without_gradients():
+    """The optimizer's settings may be wrong and every call right."""
     log = logged("barrier", "all_reduce", "all_gather", "barrier")
     at = finding(check="equality.params", phase="gather", call_start=0, call_stop=8)
     assert calls_near(log, at).suspects == ()
@@ -78,14 +80,14 @@ def test_a_param_that_differs_makes_no_call_a_suspect_where_no_gradient_was_obse
     assert not any(">" in line for line in lines[1:])
 
 
-def test_gathers_are_suspect_of_a_param_that_differs_where_gradients_were_observed():
+def test_gathers_are_suspects_of_a_param_difference_with_right_gradients():
     log = logged("barrier", "all_reduce", "all_gather", "barrier")
     at = finding(check="equality.params", phase="gather", call_start=0, call_stop=8)
     near = calls_near(log, at, shows_grads=True)
     assert [call.record.kind for call in near.suspects] == ["all_gather"]
 
 
-def test_gradients_that_were_observed_are_not_called_unreported():
+def test_observed_gradients_are_not_called_unreported():
     at = finding(check="equality.params", phase="gather", call_start=0, call_stop=8)
     head = render_calls(logged("barrier", "all_reduce"), at, shows_grads=True)[0]
     assert "none of them a suspect: the reported gradients are right" in head
@@ -96,11 +98,11 @@ def test_gradients_that_were_observed_are_not_called_unreported():
     ("silent", "observed"),
     [("norm, reduced gradients, zeros", False), ("gradients between steps, norm", True)],
 )
-def test_notes_tell_whether_gradients_were_observed(silent, observed):
+def test_notes_state_whether_gradients_were_observed(silent, observed):
     assert observed_grads(["a note", UNOBSERVED + silent]) == observed
 
 
-def test_only_calls_of_the_size_of_what_differs_are_suspect(even_strip):
+def test_only_calls_of_the_differing_size_are_suspects(even_strip):
     # A bucket of 24 elements in shards of 6: the norm's three elements carry none of it.
     log = logged(("reduce_scatter", 24), ("all_reduce", 6), ("all_reduce", 3), ("all_reduce", 99))
     strip = replace(even_strip(), check="c.d")
@@ -108,7 +110,7 @@ def test_only_calls_of_the_size_of_what_differs_are_suspect(even_strip):
     assert [call.record.elems for call in near.suspects] == [24, 6]
 
 
-def test_no_suspect_is_left_out_of_a_long_step():
+def test_all_suspects_of_a_long_step_are_listed():
     names = ["reduce_scatter"] * 9 + ["all_gather"] * 9
     near = calls_near(logged(*names), finding(call_start=0, call_stop=36))
     assert len(near.suspects) == 9
@@ -118,7 +120,7 @@ def test_no_suspect_is_left_out_of_a_long_step():
     assert "... 3 more in this step" in lines[10]
 
 
-def test_many_suspects_of_one_line_of_code_share_a_line():
+def test_many_suspects_of_one_code_line_share_a_line():
     log = logged(*[("reduce_scatter", 8), ("all_reduce", 4)] * 9, ("reduce_scatter", 12))
     log.collectives = [c._replace(line=len(c.kind)) for c in log.collectives]
     lines = render_calls(log, finding(call_start=0, call_stop=60))
@@ -129,20 +131,20 @@ def test_many_suspects_of_one_line_of_code_share_a_line():
 
 
 class TestMissing:
-    """A call that was to be expected and is not there, as far as sizes tell."""
+    """Expected calls that are missing, as far as sizes can show it."""
 
     def missing(self, strip, *calls, **facts):
         at = finding(**{"flat_offset": 7, "call_start": 0, "call_stop": 2 * len(calls), **facts})
         return calls_near(logged(*calls), at, replace(strip, check="c.d")).missing
 
-    def test_no_reduction_of_the_bucket(self, even_strip):
+    def test_missing_reduction_of_a_bucket_is_reported(self, even_strip):
         said = self.missing(even_strip(), ("all_reduce", 3), ("all_gather", 24))
         assert said == (
             "no call in this step reduces 24 elements, the size of bucket 0, elements [0, 24); "
             "was it issued?"
         )
 
-    def test_fewer_reductions_than_buckets_of_one_size(self, even_strip):
+    def test_fewer_reductions_than_buckets_are_reported(self, even_strip):
         two = (MappedBucket(index=0, start=0, stop=12), MappedBucket(index=1, start=12, stop=24))
         strip = replace(even_strip(), buckets=two)
         said = self.missing(strip, ("all_reduce", 12), flat_offset=13)
@@ -151,28 +153,28 @@ class TestMissing:
             "issued for bucket 1, elements [12, 24)?"
         )
 
-    def test_nothing_is_missing(self, even_strip):
+    def test_no_missing_call_is_reported_if_sizes_match(self, even_strip):
         assert self.missing(even_strip(), ("reduce_scatter", 24)) == ""
         assert self.missing(even_strip(), ("barrier", 1), phase="optimizer") == ""
 
-    def test_is_said_first(self, even_strip):
+    def test_missing_call_is_rendered_first(self, even_strip):
         strip = replace(even_strip(), check="c.d")
         at = finding(flat_offset=7, call_start=0, call_stop=2)
         assert render_calls(logged("barrier"), at, strip)[1].startswith("  missing  no call")
 
 
-def test_a_call_that_did_not_fit_is_suspect():
+def test_refused_call_is_a_suspect():
     log = logged("barrier", "all_reduce", refused=3)
     near = calls_near(log, finding(phase=None))
     assert [call.index for call in near.suspects] == [3]
 
 
-def test_nothing_without_a_rank_or_without_calls():
+def test_no_calls_without_a_rank_or_a_log():
     assert calls_near(LOG, finding(rank=None)) is None
     assert render_calls(EventLog(), finding()) == []
 
 
-def test_word_for_word():
+def test_calls_are_rendered_verbatim():
     assert render_calls(LOG, finding(call_start=6, call_stop=8)) == [
         "calls of rank 1, suspects first, marked >:",
         "  step   > reduce_scatter #3 of group world (float32, 4 elements) at train.py:3",

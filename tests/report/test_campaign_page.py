@@ -1,4 +1,4 @@
-"""The page of a campaign."""
+"""HTML page of a campaign."""
 
 from collections import Counter
 from pathlib import Path
@@ -39,28 +39,28 @@ def totals():
     return totals
 
 
-def test_verdicts_are_a_bar(page, totals):
+def test_verdicts_are_drawn_as_a_bar(page, totals):
     text = page(totals)
     assert 'class="pass" style="width:75.00%"' in text
     assert "fail: 1" in text
 
 
-def test_a_finding_has_its_case_and_the_command_that_repeats_it(page, totals):
+def test_finding_contains_its_case_and_replay_command(page, totals):
     text = page(totals)
     assert "schema = 1" in text
     assert "zero-sim replay" in text
     assert "0123456789ab" in text
 
 
-def test_text_of_a_finding_is_escaped(page, totals):
+def test_finding_text_is_escaped(page, totals):
     assert "<b>differs" not in page(totals)
 
 
-def test_pairs_that_met_are_squares_and_others_are_not(page, totals):
+def test_only_pairs_that_occurred_are_drawn(page, totals):
     text = page(totals)
     assert text.count("<rect") == 3  # Features a and b alone, and their pair.
     assert "<title>a + b: 2</title>" in text
 
 
-def test_a_campaign_without_cases_has_no_map(page):
+def test_campaign_without_cases_has_no_map(page):
     assert "<rect" not in page(CampaignTotals())

@@ -1,4 +1,4 @@
-"""The trace is one that torch's own validator passes, and that a reader can follow."""
+"""Chrome traces: accepted by torch's own validator, and readable."""
 
 import gzip
 import itertools
@@ -38,7 +38,7 @@ def comms(trace):
     return [event for event in trace["traceEvents"] if event["name"] == "record_param_comms"]
 
 
-def test_torchs_validator_passes_it(log, tmp_path):
+def test_torch_validator_accepts_the_trace(log, tmp_path):
     write_chrome_trace(tmp_path / "trace.json", [log, log], name="case")
     assert validator.validate_trace(str(tmp_path / "trace.json")) == (True, [])
 
@@ -46,7 +46,7 @@ def test_torchs_validator_passes_it(log, tmp_path):
 @pytest.mark.parametrize(
     "field", ["Collective name", "dtype", "In msg nelems", "Out msg nelems", "Group size"]
 )
-def test_torchs_validator_fails_it_without_a_field(log, tmp_path, field):
+def test_torch_validator_refuses_the_trace_without_a_field(log, tmp_path, field):
     trace = chrome_trace([log], name="case")
     del comms(trace)[0]["args"][field]
     (tmp_path / "trace.json").write_text(json.dumps(trace))
@@ -55,7 +55,7 @@ def test_torchs_validator_fails_it_without_a_field(log, tmp_path, field):
     assert field in str(violations[0])
 
 
-def test_top_level_fields_are_kinetos(log):
+def test_top_level_fields_are_those_of_kineto(log):
     trace = chrome_trace([log], name="case")
     assert {"schemaVersion", "deviceProperties", "distributedInfo", "traceEvents"} <= set(trace)
     info = trace["distributedInfo"]
@@ -63,7 +63,7 @@ def test_top_level_fields_are_kinetos(log):
     assert sorted(group["ranks"] for group in info["pg_config"]) == [[0, 1], [0, 1, 2]]
 
 
-def test_one_event_a_call_with_kinetos_arguments(log):
+def test_each_call_is_one_event_with_kineto_arguments(log):
     events = comms(chrome_trace([log], name="case"))
     assert len(events) == len(log.collectives)
     reduced = next(e for e in events if e["args"]["dtype"] == "BFloat16" and e["pid"] == 1)
@@ -85,7 +85,7 @@ def test_one_event_a_call_with_kinetos_arguments(log):
     assert (received["args"]["Src Rank"], received["args"]["Dst Rank"]) == (2, 0)
 
 
-def test_who_holds_the_baton(log):
+def test_turns_of_ranks_are_events(log):
     trace = chrome_trace([log], name="case")
     turns = [event for event in trace["traceEvents"] if event["name"] == "turn"]
     assert [event["pid"] for event in turns] == log.turns
@@ -93,7 +93,7 @@ def test_who_holds_the_baton(log):
     assert {event["args"]["name"] for event in names} >= {"baton", "issue"}
 
 
-def test_flights_are_drawn_where_moments_are_known(log):
+def test_flights_are_drawn_if_moments_are_known(log):
     log.moments = [
         moment
         for index, record in enumerate(log.collectives)
@@ -107,8 +107,8 @@ def test_flights_are_drawn_where_moments_are_known(log):
     flights = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["tid"] >= 2]
     assert len(flights) == len(log.collectives)
     assert flights[1]["ts"] + flights[1]["dur"] == 100
-    assert flights[0]["ts"] + flights[0]["dur"] == 101  # It never landed.
-    # Those that overlap lie in lanes of their own.
+    assert flights[0]["ts"] + flights[0]["dur"] == 101  # This one never landed.
+    # Overlapping flights have separate lanes.
     by_lane = {}
     for event in flights:
         by_lane.setdefault((event["pid"], event["tid"]), []).append(event)
@@ -118,7 +118,7 @@ def test_flights_are_drawn_where_moments_are_known(log):
 
 
 def arrows(trace):
-    """Of each arrow: the rank and the time of each of its points."""
+    """Return the events of each arrow."""
     found = {}
     for event in trace["traceEvents"]:
         if event.get("cat") == "collective":
@@ -126,7 +126,7 @@ def arrows(trace):
     return list(found.values())
 
 
-def test_an_arrow_leads_through_the_ranks_of_each_collective_and_message(log):
+def test_arrow_connects_the_ranks_of_each_collective_and_message(log):
     trace = chrome_trace([log], name="case")
     found = arrows(trace)
     assert sorted((each[0]["name"], [e["pid"] for e in each]) for each in found) == [
@@ -155,27 +155,27 @@ def test_every_point_of_an_arrow_lies_in_a_call_of_its_rank(log):
     assert len(arrows(trace)) == 2 * len(arrows(chrome_trace([log], name="case")))
 
 
-def test_no_arrow_leads_to_who_never_came(log):
+def test_incomplete_collective_has_no_arrow(log):
     log.collectives = [c for c in log.collectives if not (c.rank and c.kind == "all_gather")]
     log.moments.clear()
     names = {each[0]["name"] for each in arrows(chrome_trace([log], name="case"))}
     assert "all_gather" not in names
 
 
-def test_several_worlds_come_one_after_another(log):
+def test_several_worlds_are_drawn_in_sequence(log):
     once, twice = chrome_trace([log], name="x"), chrome_trace([log, log], name="x")
     first = comms(once)
     assert len(comms(twice)) == 2 * len(first)
     assert comms(twice)[len(first)]["ts"] > first[-1]["ts"]
 
 
-def test_a_compressed_trace(log, tmp_path):
+def test_trace_can_be_compressed(log, tmp_path):
     path = tmp_path / "sub" / "trace.json.gz"
     write_chrome_trace(path, [log], name="case")
     assert json.loads(gzip.decompress(path.read_bytes()))["traceName"] == "case"
     assert validator.validate_trace(str(path))[0]
 
 
-def test_a_path_that_cannot_be_written(log, tmp_path):
+def test_unwritable_trace_path_is_refused(log, tmp_path):
     with pytest.raises(UsageError, match="expected to write a trace"):
         write_chrome_trace(tmp_path, [log], name="case")

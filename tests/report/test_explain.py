@@ -1,4 +1,4 @@
-"""Every check is explained, and nothing else is."""
+"""Explanations: every check has one, and nothing else has."""
 
 import ast
 from pathlib import Path
@@ -16,9 +16,9 @@ def test_every_check_is_explained_once_in_order():
     assert list(EXPLANATIONS) == list(Check)
 
 
-def test_every_check_and_phase_of_a_finding_is_named_by_its_enum():
-    """Nobody spells out an id of a check, nor hands on a phase as plain text."""
-    # The id of one is a field of a scenario, too.
+def test_code_names_checks_and_phases_by_their_enums():
+    """No check id and no phase is a plain string."""
+    # The id of expect.finding is also a scenario field.
     ids, found = {check.value for check in Check} - {Check.EXPECT_FINDING.value}, []
     for path in PACKAGE.rglob("*.py"):
         # Verdicts on scripts have no checks.
@@ -34,13 +34,13 @@ def test_every_check_and_phase_of_a_finding_is_named_by_its_enum():
 
 
 @pytest.mark.parametrize("area", sorted({check.area for check in Check}))
-def test_a_area_is_what_stands_before_the_dot(area):
+def test_area_is_the_prefix_of_a_check(area):
     assert all(check.startswith(f"{area}.") for check in Check if check.area == area)
     assert area.isalpha()
 
 
 @pytest.mark.parametrize("explanation", EXPLANATIONS.values(), ids=lambda e: e.check)
-def test_an_explanation_is_complete_and_ascii(explanation):
+def test_explanation_is_complete_and_ascii(explanation):
     assert explanation.meaning.endswith(".")
     assert explanation.why
     assert explanation.causes
@@ -56,6 +56,6 @@ def test_an_explanation_is_complete_and_ascii(explanation):
     assert all("#" in bug.partition(":")[0] for bug in explanation.seen_in)
 
 
-def test_an_unknown_check_names_the_known_ones():
+def test_unknown_check_is_refused_with_the_known_ones():
     with pytest.raises(UsageError, match=r"equality\.grad.*got 'equality\.gard'"):
         explain("equality.gard")

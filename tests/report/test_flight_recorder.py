@@ -1,4 +1,4 @@
-"""PyTorch's own analyser names the culprit that the world named."""
+"""Flight recorder dumps: PyTorch's own analyser names the same culprit as the world."""
 
 import gc
 import pickle
@@ -17,14 +17,14 @@ fr_trace = pytest.importorskip("torch.distributed.flight_recorder.fr_trace")
 
 @pytest.fixture
 def analyse(tmp_path, caplog):
-    """Dump a log and return what `torchfrtrace` prints about it."""
+    """Dump a log and return the output of `torchfrtrace`."""
 
     def run(log):
         write_flight_recorder(tmp_path / "dumps", log)
         caplog.clear()
         with caplog.at_level("INFO", "Flight Recorder"):
             fr_trace.main([str(tmp_path / "dumps")])
-        gc.enable()  # The analyser turns it off for good.
+        gc.enable()  # The analyser disables garbage collection permanently.
         return "\n".join(record.getMessage() for record in caplog.records)
 
     return run
@@ -71,7 +71,7 @@ def of_reduce_op(bad):
         (of_reduce_op, "COLLECTIVE_STATE_MISMATCH"),
     ],
 )
-def test_a_mismatch(world_of, analyse, call, said, culprit, schedule):
+def test_mismatch_names_the_culprit(world_of, analyse, call, said, culprit, schedule):
     def program(rank):
         dist.barrier()
         dist.all_reduce(torch.ones(2))
@@ -87,7 +87,7 @@ def test_a_mismatch(world_of, analyse, call, said, culprit, schedule):
     assert "missing ranks" not in text
 
 
-def test_a_missing_rank(world_of, analyse):
+def test_missing_rank_is_named(world_of, analyse):
     def program(rank):
         dist.barrier()
         if rank != 3:
@@ -103,7 +103,7 @@ def test_a_missing_rank(world_of, analyse):
     assert "test_flight_recorder.py:" in text
 
 
-def test_a_missing_rank_of_a_subgroup(world_of, analyse):
+def test_missing_rank_of_a_subgroup_is_named(world_of, analyse):
     def program(rank):
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         if rank != 2:
@@ -117,7 +117,7 @@ def test_a_missing_rank_of_a_subgroup(world_of, analyse):
     assert re.search(r"group info: \S+ \(ranks 2, 3\)", text)
 
 
-def test_a_message_that_nobody_sends(world_of, analyse):
+def test_unsent_message_names_the_sender(world_of, analyse):
     def program(rank):
         if rank == 0:
             dist.send(torch.ones(2), 2)
@@ -133,7 +133,7 @@ def test_a_message_that_nobody_sends(world_of, analyse):
     assert text.count("Not all ranks joining") == 1
 
 
-def test_nothing_is_said_of_a_run_that_went_well(world_of, analyse):
+def test_correct_run_has_no_culprit(world_of, analyse):
     def program(rank):
         pair = dist.new_group([0, 2])
         if rank != 1:
@@ -155,7 +155,7 @@ def test_nothing_is_said_of_a_run_that_went_well(world_of, analyse):
     assert analyse(world.log) == ""
 
 
-def test_states_and_ids(world_of, tmp_path):
+def test_dumps_contain_states_and_ids(world_of, tmp_path):
     def program(rank):
         dist.barrier()
         dist.all_reduce(torch.ones(2 + rank))
@@ -175,7 +175,7 @@ def test_states_and_ids(world_of, tmp_path):
     assert dumps[0]["version"] == "2.10"
 
 
-def test_a_folder_that_holds_something_is_refused(world_of, tmp_path):
+def test_folder_with_files_is_refused(world_of, tmp_path):
     world = world_of(2)
     world.run(lambda rank: dist.barrier())
     (tmp_path / "rank_7").write_text("older")

@@ -1,4 +1,4 @@
-"""Names and texts that forge lines, recolour terminals or hide do nothing in any report."""
+"""Names and texts that forge lines, recolour terminals or hide text are harmless in reports."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ NASTY = f"a\n{FORGED}\r{FORGED}\x1b[2J\x1b]0;title\x07\0\x9b31m\u202e\u200b\u202
 
 
 def nasty_log():
-    """Two ranks that call a collective, everything called by nasty names, and one refused."""
+    """Return a log of two ranks and a refused collective, in which every name is NASTY."""
     log = EventLog()
     for number in range(2):
         for rank in (0, 1):
@@ -47,7 +47,7 @@ def nasty_log():
 
 @pytest.fixture
 def bundle(even_strip):
-    """One of which every text is nasty."""
+    """Bundle in which every text is NASTY."""
     finding = Finding(
         check=f"equality{NASTY}",
         message=NASTY,
@@ -75,7 +75,7 @@ def bundle(even_strip):
 
 
 def result_of(bundle):
-    """What came of it, with an error besides."""
+    """Return the result of the bundle's case, with an error added."""
     return CaseResult(
         id=NASTY,
         verdict="fail",
@@ -89,7 +89,7 @@ def result_of(bundle):
 
 
 def texts(bundle):
-    """All that a terminal shows of it."""
+    """Return all texts that a terminal shows."""
     result = result_of(bundle)
     yield render_case(result, case=to_toml(bundle.scenario), reproduce=NASTY, replay=NASTY)
     yield render_case(dataclasses.replace(result, verdict="error"))
@@ -108,7 +108,7 @@ def texts(bundle):
     yield render_trial(trial, find_mutants(["M05"])[0])
 
 
-def test_no_line_of_a_text_is_forged(bundle):
+def test_no_line_is_forged(bundle):
     shown = list(texts(bundle))
     for text in shown:
         assert FORGED in text
@@ -116,13 +116,13 @@ def test_no_line_of_a_text_is_forged(bundle):
         assert text.replace("\n", "").isprintable()
 
 
-def test_a_page_holds_nothing_unseen(bundle):
+def test_page_contains_only_printable_characters(bundle):
     page = render_page([bundle, bundle])
     assert FORGED in page
     assert page.replace("\n", "").replace("\t", "").isprintable()
 
 
-def test_traces_hold_nothing_unseen(bundle):
+def test_traces_contain_only_printable_characters(bundle):
     trace = json.loads(json.dumps(chrome_trace(bundle.logs, name="case")))
     dumps = flight_recorder_dumps(read_timeline(bundle.logs[0]))
     for text in strings([trace, pickle.loads(pickle.dumps(dumps))]):
@@ -130,7 +130,7 @@ def test_traces_hold_nothing_unseen(bundle):
 
 
 def strings(value):
-    """All strings in some data, keys too."""
+    """Return all strings in nested data, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -140,7 +140,7 @@ def strings(value):
             yield from strings(item)
 
 
-def test_a_name_of_any_length_is_shown(bundle):
+def test_long_name_is_shown_in_full(bundle):
     long = "n" * 50_000
     finding = dataclasses.replace(bundle.findings[0], param=f"<b>{long}")
     page = render_page([dataclasses.replace(bundle, findings=(finding,))])

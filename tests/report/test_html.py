@@ -1,4 +1,4 @@
-"""The HTML page: it stands alone, escapes everything, and shows what there is."""
+"""HTML page of a bundle: self-contained, everything escaped, all parts shown."""
 
 import dataclasses
 import re
@@ -24,7 +24,7 @@ VOID = {"meta", "br", "wbr", "hr"}
 
 
 class Page(HTMLParser):
-    """The elements of a page; fails where they do not nest."""
+    """The elements of a page. Fails if they do not nest."""
 
     def __init__(self, text):
         super().__init__(convert_charrefs=True)
@@ -73,7 +73,7 @@ def logged(name="world", calls=3):
 
 @pytest.fixture
 def bundle(even_strip):
-    """One whose every text is as given."""
+    """Maker of a bundle whose texts are all as given."""
 
     def make(text="w", **parts):
         got = torch.arange(20.0)
@@ -112,7 +112,7 @@ def bundle(even_strip):
     return make
 
 
-def test_it_stands_alone(bundle):
+def test_page_is_self_contained(bundle):
     text = render_page([bundle()])
     assert not re.search(r"https?:|//[a-z]|@import|url\(|src=|<link|<script", text)
     page = Page(text)
@@ -121,7 +121,7 @@ def test_it_stands_alone(bundle):
     assert page.elements[0] == ("html", {"lang": "en"})
 
 
-def test_a_hostile_name_is_text_everywhere(bundle):
+def test_hostile_name_is_escaped_everywhere(bundle):
     text = render_page([bundle(HOSTILE), bundle(HOSTILE)])
     page = Page(text)
     assert "script" not in {tag for tag, _ in page.elements}
@@ -132,7 +132,7 @@ def test_a_hostile_name_is_text_everywhere(bundle):
     assert "<script>alert('x')</script>" in "".join(page.text)
 
 
-def test_what_it_shows(bundle):
+def test_page_contains_all_parts_of_a_bundle(bundle):
     page = Page(render_page([bundle()]))
     text = "".join(page.text)
     for shown in (
@@ -151,12 +151,12 @@ def test_what_it_shows(bundle):
     assert pictures == ["strip", "timeline"]
 
 
-def test_the_folder_is_part_of_the_replay_line(bundle, tmp_path):
+def test_replay_command_contains_the_folder(bundle, tmp_path):
     page = render_page([bundle()], bundles_folder=tmp_path / "my bundles")
     assert f"--bundles &#39;{tmp_path}/my bundles&#39;" in page
 
 
-def test_wide_things_scroll_in_their_own_box(bundle):
+def test_wide_content_scrolls_in_its_own_box(bundle):
     text = render_page([bundle()])
     boxed = len(re.findall(r'<div class="scroll[^"]*"><(?:table|svg)', text))
     wide = re.findall(r'<table>|<svg [^>]*class="timeline"', text)
@@ -166,23 +166,23 @@ def test_wide_things_scroll_in_their_own_box(bundle):
     assert 'name="viewport"' in text
 
 
-def test_a_bare_bundle_is_a_page(bundle):
+def test_bundle_without_optional_parts_has_a_page(bundle):
     bare = Finding(check="made.up", message="m")
     Page(render_page([bundle(findings=(bare,), logs=(), strip=None, notes=())]))
     Page(render_page([bundle(findings=(bare,), logs=(EventLog(),), strip=None)]))
 
 
-def test_a_name_that_is_no_unicode_can_be_written(bundle, tmp_path):
+def test_name_with_a_lone_surrogate_can_be_written(bundle, tmp_path):
     write_page(tmp_path / "deep" / "p.html", [bundle("\udcff")], bundles_folder=None)
     Page((tmp_path / "deep" / "p.html").read_text())
 
 
-def test_values_around_the_first_difference(bundle):
+def test_values_around_the_first_difference_are_listed(bundle):
     finding = bundle().findings[0]
     rows = re.findall(
         r"<tr( class=\"bad\")?><td>(.*?)</tr>", values_table(finding, finding.evidence)
     )
-    assert len(rows) == 19  # 8 before the first difference, up to the end
+    assert len(rows) == 19  # from 8 before the first difference to the end
     bad = [cells for marked, cells in rows if marked]
     assert [cells.split("</td><td>")[:5] for cells in bad] == [
         ["9", "9", "29", "10.0", "9.0"],
@@ -190,7 +190,7 @@ def test_values_around_the_first_difference(bundle):
     ]
 
 
-def test_values_of_another_length_are_shown_side_by_side():
+def test_values_of_different_lengths_are_listed_side_by_side():
     evidence = Evidence(start=0, expected=torch.zeros(2), got=torch.zeros(3, dtype=torch.int64))
     text = values_table(Finding(check="c", message="m"), evidence)
     assert text.count("<tr>") == 1 + 3
@@ -201,15 +201,15 @@ class TestStripPicture:
     def test_one_element_of_a_million_is_marked_inside_the_picture(self, even_strip, at):
         strip = even_strip(shards=4, shard_elems=250_000, differ=((at, at + 1),))
         rects = re.findall(r'<rect[^>]*class="differs"[^>]*>', buffer_map_pictures(strip))
-        assert len(rects) == 2  # the whole, and its surroundings
+        assert len(rects) == 2  # the whole buffer, and the surroundings of the element
         for rect in rects:
             x, width = (float(re.search(rf' {k}="([\d.]+)%"', rect)[1]) for k in ("x", "width"))
             assert 0 <= x <= x + width <= 100.01
 
-    def test_what_is_narrow_is_seen_by_its_outline(self, bundle):
+    def test_narrow_marks_have_a_visible_outline(self, bundle):
         assert re.search(r"svg rect\.differs \{[^}]*stroke-width: 3", render_page([bundle()]))
 
-    def test_it_has_no_width_of_its_own(self, even_strip):
+    def test_picture_has_relative_widths_only(self, even_strip):
         picture = buffer_map_pictures(even_strip())
         assert '<svg width="100%"' in picture
         assert "viewBox" not in picture
@@ -217,27 +217,27 @@ class TestStripPicture:
         assert boxes
         assert all(value.endswith("%") for box in boxes for value in box)
 
-    def test_what_does_not_fit_into_a_box_is_cut_off_by_it(self, even_strip):
+    def test_label_is_clipped_by_its_box(self, even_strip):
         picture = buffer_map_pictures(even_strip(names=("a.long.name.of.a.param", "b")))
         assert re.search(r'<svg x="[\d.]+%" y="70" width="[\d.]+%" height="22"><text', picture)
 
-    def test_where_everything_differs_words_stand_before_it(self, bundle, even_strip):
+    def test_complete_difference_is_described_above_a_closed_picture(self, bundle, even_strip):
         for differ, but in (((0, 22),), ""), (((0, 9), (10, 22)), " but 1 element"):
             text = render_page([bundle(strip=even_strip(differ=differ))])
             assert f"All of it differs{but}: 2 params in 1 bucket and 4 shards." in text
             assert re.search(r"<details><summary>The buffer as a picture", text)
 
-    def test_where_a_part_differs_the_picture_is_open(self, bundle, even_strip):
-        # The last element of each part: everywhere, and a pattern to see.
+    def test_picture_of_a_partial_difference_is_open(self, bundle, even_strip):
+        # The last element of each part is equal: all parts differ, in a visible pattern.
         text = render_page([bundle(strip=even_strip(differ=((0, 5), (6, 10), (12, 17), (18, 21))))])
         assert "All of it differs" not in text
         assert "The buffer as a picture" not in text
 
-    def test_without_a_difference_there_is_no_row_for_it(self, even_strip):
+    def test_no_row_for_differences_without_one(self, even_strip):
         assert "<span>differs</span>" in buffer_map_pictures(even_strip())
         assert "<span>differs</span>" not in buffer_map_pictures(even_strip(differ=()))
 
-    def test_a_small_one_is_one_picture(self, even_strip):
+    def test_small_buffer_has_one_picture(self, even_strip):
         assert buffer_map_pictures(even_strip()).count('class="strip"') == 1
 
 
@@ -253,11 +253,11 @@ class TestValues:
         text = pages.render("legend.html", entries=[("", "a\x1b\u202eb\n")])
         assert "a\\x1b\\u202eb\n</span>" in text
 
-    def test_a_variable_that_is_not_given_is_an_error(self):
+    def test_missing_variable_is_an_error(self):
         with pytest.raises(jinja2.UndefinedError, match="'entries' is undefined"):
             pages.render("legend.html")
 
-    def test_only_a_template_makes_markup(self):
+    def test_only_templates_make_markup(self):
         folder = Path(pages.__file__).parent
         for path in (folder / "templates").iterdir():
             assert not re.search(r"\|\s*safe|autoescape", path.read_text()), path.name

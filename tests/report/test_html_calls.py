@@ -1,4 +1,4 @@
-"""The calls around a finding, beside the ranks that came to them, in the HTML report."""
+"""Calls around a finding in the HTML report, with the ranks that issued them."""
 
 import re
 from dataclasses import replace
@@ -12,7 +12,9 @@ from zero_sim.sim import EventLog
 
 
 def logged(*kinds, ranks=(0, 1), absent=()):
-    """Each call by every rank, but for those that are absent from the last one."""
+    """Return a log in which every rank issues each call, except that absent ranks skip the last
+    one.
+    """
     log = EventLog()
     for number, kind in enumerate(kinds):
         for rank in ranks:
@@ -32,7 +34,7 @@ def rows(markup):
     return re.findall(r"<tr[^>]*>.*?</tr>", markup)
 
 
-def test_a_row_a_call_and_a_mark_a_rank():
+def test_each_call_is_a_row_with_a_mark_per_rank():
     log = logged("barrier", "reduce_scatter", "all_gather")
     text = near_calls(log, finding(call_start=2, call_stop=6), None)
     head, before, barrier, step, suspect, other = rows(text)
@@ -48,7 +50,7 @@ def test_a_row_a_call_and_a_mark_a_rank():
     assert "suspect" not in other
 
 
-def test_who_never_came_is_marked():
+def test_missing_rank_is_marked():
     log = logged("barrier", "all_reduce", absent=(1,))
     text = near_calls(log, finding(), None)
     assert "never came</span>" in text
@@ -57,13 +59,13 @@ def test_who_never_came_is_marked():
     assert last.count('title="rank 1 never came"') == 1
 
 
-def test_a_legend_has_no_mark_that_is_not_there():
+def test_legend_omits_marks_not_used():
     text = near_calls(logged("barrier"), finding(), None)
     assert "never came" not in text
     assert "suspect" not in text
 
 
-def test_ranks_around_that_of_the_finding():
+def test_ranks_near_that_of_the_finding_are_shown():
     log = logged("all_reduce", ranks=range(40))
     head = rows(near_calls(log, finding(rank=20), None))[0]
     shown = [int(cell) for cell in re.findall(r">(\d+)</th>", head)]
@@ -77,52 +79,52 @@ def shown_ranks(text):
     return [int(cell) for cell in re.findall(r">(\d+)</th>", rows(text)[0])]
 
 
-def test_ranks_that_are_left_out_are_told():
+def test_omitted_ranks_are_listed():
     text = near_calls(logged("all_reduce", ranks=range(9)), finding(), None)
     assert shown_ranks(text) == [0, 1, 2, 3, 4, 5]
     assert "Not shown of the ranks of these calls: 6-8." in text
     assert "Not shown" not in near_calls(logged("all_reduce", ranks=range(6)), finding(), None)
 
 
-def test_ranks_that_see_a_difference_go_before_neighbours(even_strip):
+def test_ranks_with_a_difference_are_shown_before_neighbours(even_strip):
     strip = replace(even_strip(), check="c.d", differ_ranks=(0, 7, 8))
     text = near_calls(logged("all_reduce", ranks=range(9)), finding(), strip)
     assert shown_ranks(text) == [0, 1, 2, 3, 7, 8]
 
 
-def test_a_rank_that_never_came_goes_before_all(even_strip):
+def test_missing_rank_is_shown_before_all_others(even_strip):
     strip = replace(even_strip(), check="c.d", differ_ranks=tuple(range(8)))
     text = near_calls(logged("all_reduce", ranks=range(9), absent=(8,)), finding(), strip)
     assert shown_ranks(text) == [0, 1, 2, 3, 4, 8]
 
 
-def test_of_many_suspects_the_first_ones():
+def test_first_suspects_of_many_are_shown():
     log = logged(*["all_reduce"] * 30)
     text = near_calls(log, finding(call_start=0, call_stop=60), None)
     assert text.count('class="suspect step"') == SUSPECTS_MAX
     assert f"And {30 - SUSPECTS_MAX} more suspects" in text
 
 
-def test_a_call_that_is_missing_is_said_above(even_strip):
+def test_missing_call_is_reported_above_the_table(even_strip):
     log = logged("barrier")
     at = finding(check="equality.grad", flat_offset=3, call_start=0, call_stop=2)
     assert "Missing: no call in this step reduces 24 elements" in near_calls(log, at, even_strip())
 
 
-def test_nothing_for_a_finding_of_no_rank():
+def test_no_table_for_a_finding_without_a_rank():
     assert near_calls(logged("barrier"), finding(rank=None), None) is None
 
 
 KINDS = ["reduce_scatter", "all_reduce", "all_gather", "all_to_all", "broadcast", "send", "barrier"]
 
 
-def test_kinds_look_different():
+def test_kinds_of_calls_look_different():
     assert len({class_of(kind) for kind in KINDS}) == len(KINDS)
     assert class_of("reduce_scatter_list") == class_of("reduce_scatter")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_legend_names_what_is_there_and_nothing_else(kind):
+def test_legend_names_exactly_the_marks_in_use(kind):
     text = legend([kind], ("open", "never completed"))
     assert text.count("<span>") == 2
     assert f'class="key {class_of(kind)}"' in text

@@ -27,7 +27,7 @@ def parsed(*cases):
     return suite
 
 
-def test_the_counts_are_those_of_the_cases():
+def test_counts_equal_the_cases():
     skipped = TestCase(name="x", source="b.toml", outcome="skipped", message="not run")
     suite = parsed(judged("pass"), judged("fail"), judged("error", error="no"), skipped)
     counts = {name: suite.get(name) for name in ("tests", "failures", "errors", "skipped")}
@@ -38,17 +38,17 @@ def test_the_counts_are_those_of_the_cases():
 @pytest.mark.parametrize(
     ("verdict", "outcome"), [("fail", "failure"), ("inconclusive", "failure"), ("error", "error")]
 )
-def test_what_is_not_a_pass_says_so(verdict, outcome):
+def test_other_verdicts_have_an_outcome(verdict, outcome):
     (case,) = parsed(judged(verdict))
     assert case.find(outcome) is not None
 
 
-def test_a_pass_has_no_outcome():
+def test_pass_has_no_outcome():
     (case,) = parsed(judged("pass"))
     assert {child.tag for child in case} == {"properties", "system-out"}
 
 
-def test_a_failure_has_the_check_the_line_and_all_there_is_to_say():
+def test_failure_contains_check_message_and_text():
     (case,) = parsed(judged("fail"))
     failure = case.find("failure")
     assert (failure.get("type"), failure.get("message")) == (
@@ -57,7 +57,7 @@ def test_a_failure_has_the_check_the_line_and_all_there_is_to_say():
     assert failure.text == case.findtext("system-out") == "all of it"
 
 
-def test_a_case_stands_under_its_file():
+def test_case_is_named_under_its_file():
     (case,) = parsed(judged("pass"))
     assert (case.get("name"), case.get("classname"), case.get("file"), case.get("time")) == (
         "x", "a.b", "a/b.toml", "1.250",
@@ -70,19 +70,19 @@ def test_order_schedule_and_seed_are_properties():
     assert (told["order"], told["schedule"], told["seed"]) == ("ring", "round-robin", "7")
 
 
-def test_text_that_xml_cannot_hold_is_spelled_out():
+def test_text_invalid_in_xml_is_spelled_out():
     text = "a <b> & \x1b[31m ]]> \x00 \ud800\nsecond line"
     (case,) = parsed(judged("fail", text=text, message=text))
     assert case.find("failure").text == "a <b> & \\x1b[31m ]]> \\x00 \\ud800\nsecond line"
     assert "\\x1b" in case.find("failure").get("message")
 
 
-def test_a_file_that_is_no_scenario_is_an_error():
+def test_file_that_is_no_scenario_is_an_error():
     (case,) = parsed(file_of(ScenarioError("bad.toml", [Problem(path="run", message="wrong")])))
     assert "run: wrong" in case.find("error").text
 
 
-def test_it_is_written_whole_and_its_folder_made(tmp_path):
+def test_file_is_replaced_atomically_and_its_folder_created(tmp_path):
     path = tmp_path / "deep" / "j.xml"
     for text in (b"one", b"two"):
         write_junit(path, text)
@@ -90,7 +90,7 @@ def test_it_is_written_whole_and_its_folder_made(tmp_path):
     assert [each.name for each in path.parent.iterdir()] == ["j.xml"]
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
+def test_unwritable_path_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"expected to write JUnit XML to .*j\.xml, got: Not a"):
         write_junit(tmp_path / "file" / "j.xml", b"")

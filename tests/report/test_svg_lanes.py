@@ -1,4 +1,4 @@
-"""Swim lanes: arrows lead from ranks that wait to ranks that are missing."""
+"""Swim lanes: arrows lead from waiting ranks to missing ranks."""
 
 import re
 
@@ -19,7 +19,7 @@ def labels(picture):
 
 
 def arrows(picture):
-    """Pairs of lanes: of the waiting rank, and of the rank that it waits for."""
+    """Return pairs of lanes: of the waiting rank, and of the rank it waits for."""
     upright = [line for line in LINE.findall(picture) if line[0] == line[2]]
     return {(int(start) // LANE, int(stop) // LANE) for _, start, _, stop in upright}
 
@@ -44,14 +44,14 @@ def returns_early(rank):
 
 
 @pytest.mark.parametrize("check", ["world.deadlock", "world.stalled-by-plan"])
-def test_all_wait_for_the_rank_that_returned(stuck, check):
+def test_all_ranks_wait_for_the_rank_that_returned(stuck, check):
     picture = stuck(4, returns_early, check=check)
     assert arrows(picture) == {(0, 2), (1, 2), (3, 2)}
     waiting = ["all_reduce #0", "broadcast #1"]
     assert labels(picture) == [*waiting * 2, "all_reduce #0", "no more calls", *waiting]
 
 
-def test_groups_in_different_orders_are_a_circle(stuck):
+def test_groups_in_different_orders_are_a_cycle(stuck):
     def program(rank):
         groups = [dist.new_group([0, 1], group_desc="g") for _ in range(2)]
         for group in groups if rank == 0 else groups[::-1]:
@@ -63,14 +63,14 @@ def test_groups_in_different_orders_are_a_circle(stuck):
     assert first != second
 
 
-def test_a_message_that_nobody_sends(stuck):
+def test_receives_without_sends_are_a_cycle(stuck):
     def program(rank):
         dist.recv(torch.ones(1), src=1 - rank)
 
     assert arrows(stuck(2, program)) == {(0, 1), (1, 0)}
 
 
-def test_a_rank_waits_for_the_call_that_it_waits_in(stuck):
+def test_arrow_starts_at_the_awaited_call(stuck):
     def program(rank):
         if rank == 0:
             group, other = dist.new_group([0, 1]), dist.new_group([0, 2])
@@ -82,12 +82,12 @@ def test_a_rank_waits_for_the_call_that_it_waits_in(stuck):
 
     picture = stuck(3, program)
     assert arrows(picture) == {(0, 1)}
-    # The awaited call is at the right, though it was issued first.
+    # The awaited call is at the right, although it was issued first.
     kinds = [label.partition(" ")[0] for label in labels(picture)]
     assert kinds == ["broadcast", "all_reduce", "no", "no"]
 
 
-def test_of_many_ranks_the_absent_ones_are_drawn(stuck):
+def test_absent_ranks_are_drawn_first(stuck):
     picture = stuck(12, lambda rank: dist.barrier() if rank != 11 else None)
     assert arrows(picture) == {(lane, RANKS_MAX - 1) for lane in range(RANKS_MAX - 1)}
     assert ">rank 11<" in picture
@@ -107,7 +107,7 @@ def raced(world_of):
     return draw
 
 
-def test_a_race_has_its_call_and_its_access(raced):
+def test_race_is_drawn_with_its_call_and_access(raced):
     def program(rank):
         full = torch.ones(8)
         work = dist.all_reduce(full, async_op=True)

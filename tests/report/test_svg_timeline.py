@@ -1,4 +1,4 @@
-"""The timeline as a picture: every call can be seen, and what it says can be read."""
+"""SVG timeline: every call is visible and every label readable."""
 
 import re
 from itertools import pairwise
@@ -17,7 +17,7 @@ BAR = re.compile(r'<rect x="([\d.]+)" y="(\d+)" width="([\d.]+)" height="9"')
 
 
 def in_flight(count):
-    """A program that has so many calls in flight at a time, twice."""
+    """Return a program with this many calls in flight at a time, twice."""
 
     def program(rank):
         for _ in range(2):
@@ -40,7 +40,7 @@ def drawn(world_of):
 
 
 def bars(picture):
-    """Of each lane, from the left: where its calls begin and end."""
+    """Return spans of calls by lane, sorted from the left."""
     lanes = {}
     for x, y, width in BAR.findall(picture):
         lanes.setdefault(int(y), []).append((float(x), float(x) + float(width)))
@@ -48,16 +48,16 @@ def bars(picture):
 
 
 @pytest.mark.parametrize("count", [1, 5, 8])
-def test_calls_in_flight_together_lie_in_lanes_of_their_own(drawn, count):
+def test_calls_in_flight_together_have_separate_lanes(drawn, count):
     lanes = bars(drawn(count))
     assert len(lanes) == 2 * count
     assert sum(map(len, lanes.values())) == 2 * 2 * count
 
 
 @pytest.mark.parametrize("count", [1, 5, 8, 20])
-def test_no_two_calls_overlap(drawn, count):
+def test_calls_in_a_lane_do_not_overlap(drawn, count):
     for spans in bars(drawn(count)).values():
-        # A call of no length is drawn a little longer, to be seen.
+        # A call of zero length is drawn a little longer to be visible.
         assert all(end <= start + 1.5 for (_, end), (start, _) in pairwise(spans))
 
 
@@ -67,12 +67,12 @@ def test_ranks_do_not_share_lanes(drawn):
     assert tops[8] - tops[7] > tops[1] - tops[0]
 
 
-def test_the_axis_is_written_over_the_shaded_step(drawn):
+def test_axis_is_drawn_over_the_shaded_step(drawn):
     picture = drawn(1)
     assert picture.index('class="step"') < picture.index("time, in calls")
 
 
-def test_suspects_are_marked_on_all_ranks_that_take_part(world_of):
+def test_suspects_are_marked_on_all_participating_ranks(world_of):
     world = world_of(2, timing="lazy")
     world.run(in_flight(3))
     picture, _ = draw_timeline(world.log, FINDING, suspects=[0])
@@ -81,12 +81,12 @@ def test_suspects_are_marked_on_all_ranks_that_take_part(world_of):
     assert "suspect</span>" in picture
 
 
-def test_without_a_suspect_the_legend_has_none(drawn):
+def test_legend_omits_suspects_if_there_are_none(drawn):
     assert "suspect" not in drawn(2)
     assert "the bad step</span>" in drawn(2)
 
 
-def test_calls_of_a_harness_are_drawn_only_as_suspects(world_of):
+def test_harness_calls_are_drawn_only_as_suspects(world_of):
     world = world_of(2)
 
     def program(rank):

@@ -1,4 +1,4 @@
-"""Results as text, word for word."""
+"""Results as text, verbatim."""
 
 import dataclasses
 
@@ -51,13 +51,13 @@ PASSED = CaseResult(
 FAILED = CaseResult(id="toy", verdict="fail", seconds=1.0, findings=(FINDING,), compared_elems=1)
 
 
-def test_line_of_a_case():
+def test_case_line_of_a_pass():
     assert render_case_line(PASSED, width=16) == (
         "PASS  toy/size=4           0.213 s  1,234,567 elements compared, 12 collectives"
     )
 
 
-def test_line_of_an_error_says_why():
+def test_case_line_of_an_error_contains_its_cause():
     result = CaseResult(id="toy", verdict="error", seconds=0.0, error="no params\nmore")
     assert render_case_line(result) == "ERROR toy     0.000 s  no params"
 
@@ -65,14 +65,14 @@ def test_line_of_an_error_says_why():
 
 
 @pytest.mark.parametrize(("ulp", "has_hint"), [(1, True), (5, False)])
-def test_an_update_that_rounds_otherwise_has_a_hint(ulp, has_hint):
+def test_update_with_another_rounding_has_a_hint(ulp, has_hint):
     finding = Finding(check="equality.master", message="differs", ulp=ulp)
     result = dataclasses.replace(PASSED, verdict="fail", findings=(finding,))
     assert ("declare it as `reference_step`" in render_case(result)) == has_hint
 
 
 @pytest.mark.parametrize("columns", [80, 100])
-def test_a_line_fits_the_terminal_by_a_shorter_id(columns):
+def test_id_is_shortened_to_fit_the_terminal(columns):
     result = dataclasses.replace(PASSED, id="a-long-name-of-a-file/with=many,values=in,its=id")
     line = render_case_line(result, width=48, columns=columns)
     assert len(line) <= columns
@@ -80,7 +80,7 @@ def test_a_line_fits_the_terminal_by_a_shorter_id(columns):
     assert line.split()[1].endswith("id")
 
 
-def test_block_of_a_finding():
+def test_finding_block_contains_all_its_fields():
     assert render_finding(FINDING).splitlines() == [
         "equality.master: the fp32 master differs from the reference",
         "  at        step 4, phase update, rank 2, param 'blocks.1.down.weight'[1, 17], "
@@ -101,8 +101,8 @@ def test_block_of_a_finding():
         (9, "3 of 9 elements differ, by up to 0.25 of the largest value of the 3 around the first"),
     ],
 )
-def test_extent_has_the_largest_difference(compared, said):
-    """The first element that differs may do so by rounding alone."""
+def test_extent_contains_the_largest_difference(compared, said):
+    """The first element that differs may do so by rounding only."""
     expected, got = torch.tensor([1.0, 4.0, 1e-9]), torch.tensor([1.0000001, 3.0, 3e-9])
     evidence = Evidence(start=0, expected=expected, got=got)
     finding = Finding(
@@ -111,28 +111,26 @@ def test_extent_has_the_largest_difference(compared, said):
     assert render_finding(finding).splitlines()[1] == f"  extent    {said}"
 
 
-def test_block_of_a_bare_finding_is_its_sentence():
+def test_finding_with_a_message_only_is_one_line():
     assert render_finding(Finding(check="a.b", message="c")) == "a.b: c"
 
 
 def test_rank_and_step_zero_are_shown():
-    """Zero is a place."""
     assert "step 0, rank 0" in render_finding(Finding(check="a", message="b", step=0, rank=0))
 
 
-def test_offset_serves_where_the_index_is_not_known():
+def test_offset_replaces_an_unknown_index():
     finding = Finding(check="a", message="b", param="w", offset_in_param=5)
     assert "param 'w'[5]" in render_finding(finding)
 
 
 def test_long_detail_is_cut():
-    """A thousand lines of table are for the JSON."""
     text = render_finding(Finding(check="a", message="b", detail="x\n" * 1000))
     assert len(text.splitlines()) < 70
     assert text.endswith("... 940 more lines; --json has them all")
 
 
-def test_failed_case_shows_how_to_run_it_again():
+def test_failed_case_contains_its_reproduce_command():
     lines = render_case(FAILED, reproduce="zero-sim run a.toml -k toy").splitlines()
     assert lines[0].startswith("FAIL  toy")
     assert lines[1] == "  equality.master: the fp32 master differs from the reference"
@@ -142,7 +140,7 @@ def test_failed_case_shows_how_to_run_it_again():
     ]
 
 
-def test_a_failed_case_is_told_in_order(even_strip):
+def test_parts_of_a_failed_case_are_in_order(even_strip):
     log = EventLog()
     log.add(CollectiveRecord(2, "barrier", "world", (2,), 0, "", 0, 0, "", False, "a.py", 1))
     result = dataclasses.replace(
@@ -170,12 +168,12 @@ def test_a_failed_case_is_told_in_order(even_strip):
     assert max(map(len, lines)) <= 100 or "at " in max(lines, key=len)
 
 
-def test_the_strip_stands_below_its_own_finding(even_strip):
+def test_strip_of_another_finding_is_not_shown(even_strip):
     result = dataclasses.replace(FAILED, strip=even_strip())
     assert "flat buffer" not in render_case(result)
 
 
-def test_an_explanation_is_wrapped():
+def test_explanation_is_wrapped():
     lines = render_explanation(explain("equality.grad")).splitlines()
     assert lines[0] == "equality.grad"
     assert [line[2:9].strip() for line in lines[1:] if line[2:3].strip()] == [
@@ -192,12 +190,12 @@ def test_passed_case_is_one_line():
     assert len(render_case(PASSED, reproduce="x").splitlines()) == 1
 
 
-def test_notes_follow_the_line():
+def test_notes_follow_the_case_line():
     result = dataclasses.replace(PASSED, notes=("held-out accuracy 0.9611",))
     assert render_case(result).splitlines()[1] == "  note: held-out accuracy 0.9611"
 
 
-def test_many_findings_are_counted():
+def test_further_findings_are_counted():
     """The first is nearly always the cause."""
     result = dataclasses.replace(FAILED, findings=(Finding(check="a", message="b"),) * 8)
     text = render_case(result)
@@ -206,15 +204,15 @@ def test_many_findings_are_counted():
 
 
 def test_id_column_has_a_limit():
-    """One long id does not push all the others away."""
+    """One long id does not widen the column for all."""
     assert (id_width([]), id_width(["a", "bcd"]), id_width(["x" * 500])) == (0, 3, 72)
 
 
 class TestSummary:
-    def test_all_passed(self):
+    def test_summary_of_passes(self):
         assert render_summary([PASSED], seconds=1.26) == "1 case: 1 passed in 1.3 s"
 
-    def test_everything_at_once(self):
+    def test_summary_lists_every_verdict(self):
         doubtful = dataclasses.replace(PASSED, verdict="inconclusive")
         broken = dataclasses.replace(PASSED, verdict="error")
         results = [PASSED, PASSED, FAILED, doubtful, broken, broken]
@@ -255,7 +253,7 @@ def test_reports_are_plain_ascii():
     assert render_case(FAILED, reproduce="x").isascii()
 
 
-def test_records_turn_into_plain_objects():
+def test_records_become_plain_objects():
     plain = FAILED.as_dict()
     assert plain["verdict"] == "fail"
     assert plain["notes"] == []
@@ -263,7 +261,7 @@ def test_records_turn_into_plain_objects():
     assert plain["findings"][0]["shard_stop"] == 1536
 
 
-def test_what_a_search_came_to():
+def test_reduced_case_is_rendered_with_its_sizes():
     scenario = Scenario(schema=1, model=ModelSpec(name="mlp"), run=RunSpec(steps=1))
     reduced = Reduced(
         scenario=scenario,

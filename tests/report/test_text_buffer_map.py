@@ -1,4 +1,4 @@
-"""The strip as rows of characters."""
+"""Buffer maps as rows of characters."""
 
 import dataclasses
 
@@ -8,11 +8,11 @@ from zero_sim.report.text_buffer_map import WIDTH, draw_buffer_map
 
 
 def marked(lines, row="differ"):
-    """The rows of a name, without their label."""
+    """Return the rows with this label, without the label."""
     return [line[8:] for line in lines if line.startswith(row) and not line.startswith("differs")]
 
 
-def test_a_small_buffer_word_for_word(even_strip):
+def test_small_buffer_is_rendered_verbatim(even_strip):
     assert draw_buffer_map(even_strip()) == [
         "flat buffer 0, 24 elements: 2 differ, in 1 span, on rank 1",
         "offset  0         10        20",
@@ -26,7 +26,7 @@ def test_a_small_buffer_word_for_word(even_strip):
 
 @pytest.mark.parametrize("at", [0, 1, 4_999, 5_000, 99_990, 99_999])
 @pytest.mark.parametrize("shards", [1, 7])
-def test_one_element_of_a_large_buffer_is_never_hidden(at, shards, even_strip):
+def test_one_element_of_a_large_buffer_is_visible(at, shards, even_strip):
     strip = even_strip(shards=shards, shard_elems=100_000, differ=((at, at + 1),))
     lines = draw_buffer_map(strip)
     overview, zoom = marked(lines)
@@ -35,16 +35,16 @@ def test_one_element_of_a_large_buffer_is_never_hidden(at, shards, even_strip):
     assert overview.index("^") == at // per_char
 
 
-def test_the_zoom_shows_the_element_under_its_offset(even_strip):
+def test_zoom_shows_the_element_under_its_offset(even_strip):
     lines = draw_buffer_map(even_strip(shard_elems=1000, differ=((1234, 1235),)))
     ruler, zoom = marked(lines, "offset")[1], marked(lines)[1]
     start = int(ruler.split()[0])
     assert start + zoom.index("^") == 1234
 
 
-def test_a_cell_with_more_than_one_owner_says_so(even_strip):
+def test_cell_with_several_owners_is_marked(even_strip):
     lines = draw_buffer_map(even_strip(shards=3, shard_elems=100, differ=((5, 6),)))
-    # 300 elements, 4 to a character: the shards meet inside of none, but for names of params.
+    # 300 elements, 4 per character: shards meet between characters.
     assert "+" not in marked(lines, "rank")[0]
     lines = draw_buffer_map(even_strip(shards=3, shard_elems=101, differ=((5, 6),)))
     assert "+" in marked(lines, "rank")[0]
@@ -60,22 +60,22 @@ def test_lines_are_ascii_and_not_too_wide(shard_elems, even_strip):
         assert len(line) <= WIDTH
 
 
-def test_a_hostile_name_stays_in_its_line(even_strip):
+def test_hostile_name_stays_in_its_line(even_strip):
     lines = draw_buffer_map(even_strip(names=("a\nFAKE \x1b[31m", "b")))
     assert not any(line.startswith("FAKE") for line in lines)
     assert "a\\nFAKE" in "\n".join(lines)
 
 
-def test_many_params_are_counted(even_strip):
+def test_further_params_are_counted(even_strip):
     names = tuple(f"p{i}" for i in range(40))
     strip = even_strip(shards=2, shard_elems=40, padding=0, names=names, differ=((70, 71),))
     text = "\n".join(draw_buffer_map(strip))
-    # What differs is named, however late it comes.
+    # A param that differs is named, however late it comes.
     assert "p35" in text
     assert "and 28 more" in text
 
 
-def test_replicas_and_untold_shards_are_explained(even_strip):
+def test_replicas_and_shards_without_elements_are_explained(even_strip):
     strip = even_strip()
     shards = [dataclasses.replace(s, ranks=(s.index, s.index + 4)) for s in strip.shards[:3]]
     lines = draw_buffer_map(dataclasses.replace(strip, shards=tuple(shards)))
@@ -85,7 +85,7 @@ def test_replicas_and_untold_shards_are_explained(even_strip):
     )
 
 
-def test_what_no_rank_owns_stands_out(even_strip):
+def test_element_without_an_owner_is_marked(even_strip):
     strip = dataclasses.replace(even_strip(), unowned=((5, 6),))
     strip = dataclasses.replace(
         strip, pieces=(dataclasses.replace(strip.pieces[0], stop=5), *strip.pieces[1:])
@@ -95,17 +95,17 @@ def test_what_no_rank_owns_stands_out(even_strip):
     assert "? owned by no rank" in lines[-1]
 
 
-def test_a_part_of_a_buffer_says_which(even_strip):
+def test_part_of_a_buffer_has_its_range(even_strip):
     strip = even_strip(start=6, differ=((7, 8),))
     assert draw_buffer_map(strip)[1] == "shown: elements [6, 24)"
 
 
-def test_spans_that_were_cut_off_are_not_denied(even_strip):
+def test_truncated_spans_are_mentioned(even_strip):
     strip = dataclasses.replace(even_strip(), differ_cut=True)
     assert "2 or more differ, in more than the 1 spans shown" in draw_buffer_map(strip)[0]
 
 
-def test_where_all_of_it_differs_words_say_so(even_strip):
+def test_complete_difference_is_stated_in_words(even_strip):
     assert draw_buffer_map(even_strip(differ=((0, 22),))) == [
         "flat buffer 0, 24 elements: 22 differ, in 1 span, on rank 1",
         "all of it differs: 2 params in 1 bucket and 4 shards",

@@ -1,4 +1,4 @@
-"""What a log says of time and of which calls completed."""
+"""Timelines read from logs: ticks of calls, and which calls completed."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_every_call_lies_within_a_turn_of_its_rank(world_of):
     assert ticks == sorted(set(ticks))
 
 
-def test_moments_are_the_clock_where_there_are_any(world_of):
+def test_moments_are_the_clock_if_recorded(world_of):
     log = logged(world_of(2), lambda rank: dist.all_reduce(torch.ones(2)))
     log.moments = [
         Moment(10, 0, "issue", 0),
@@ -51,7 +51,7 @@ def test_moments_are_the_clock_where_there_are_any(world_of):
     assert spans[:2] == [(0, 10, 20), (1, 20, 41)]
 
 
-def test_what_nobody_came_to_is_not_completed(world_of):
+def test_collective_with_a_missing_rank_is_not_completed(world_of):
     def program(rank):
         dist.barrier()
         if rank != 2:
@@ -69,7 +69,7 @@ def test_what_nobody_came_to_is_not_completed(world_of):
     assert timeline.calls[-1].came == (0, 1)
 
 
-def test_a_refused_collective_is_not_completed_though_all_came(world_of):
+def test_refused_collective_is_not_completed(world_of):
     program = lambda rank: dist.all_reduce(torch.ones(2 + rank))  # noqa: E731
     timeline = read_timeline(logged(world_of(2), program, ContractViolation))
     assert [(call.completed, call.refused) for call in timeline.calls] == [
@@ -78,7 +78,7 @@ def test_a_refused_collective_is_not_completed_though_all_came(world_of):
     ]
 
 
-def test_messages_meet_as_the_world_pairs_them(world_of):
+def test_messages_are_paired_as_in_the_world(world_of):
     def program(rank):
         if rank == 0:
             dist.isend(torch.ones(1), 2, tag=5)
@@ -94,7 +94,7 @@ def test_messages_meet_as_the_world_pairs_them(world_of):
 
     timeline = read_timeline(logged(world_of(3), program, Deadlock))
     said = [(c.record.kind, c.record.rank, c.peer, c.number, c.completed) for c in timeline.calls]
-    assert ("send", 0, 2, 0, False) in said  # Nobody receives its tag.
+    assert ("send", 0, 2, 0, False) in said  # No rank receives its tag.
     received = [entry for entry in said if entry[:2] == ("recv", 2)]
     assert {entry[2] for entry in received[:3]} == {0, 1}
     assert received[3][4] is False
@@ -104,7 +104,7 @@ def test_messages_meet_as_the_world_pairs_them(world_of):
 
 
 def asking(world, *, ranks):
-    """A program of three calls; on some ranks the second is a harness's doing."""
+    """Return a program of three calls. On some ranks the harness issues the second one."""
 
     def program(rank):
         dist.all_reduce(torch.ones(2))
@@ -122,7 +122,7 @@ def kinds_of(timeline):
     return [call.record.kind for call in timeline.calls if call.record.rank == 0]
 
 
-def test_what_a_harness_calls_is_omitted(world_of):
+def test_harness_calls_are_omitted(world_of):
     world = world_of(2)
     log = logged(world, asking(world, ranks=(0, 1)))
     assert kinds_of(read_timeline(log)) == ["all_reduce", "all_reduce"]
@@ -137,24 +137,24 @@ def test_what_a_harness_calls_is_omitted(world_of):
     assert marked == ["broadcast", "broadcast"]
 
 
-def test_marks_are_no_part_of_the_digest(world_of):
+def test_harness_marks_do_not_change_the_digest(world_of):
     world = world_of(2)
     plain = logged(world, asking(world, ranks=()))
     marked = logged(world, asking(world, ranks=(0, 1)))
     assert (len(plain.harness), len(marked.harness)) == (0, 2)
     lines = {record.line for record in plain.collectives} ^ {r.line for r in marked.collectives}
-    assert len(lines) == 2  # The broadcasts stand in two places.
+    assert len(lines) == 2  # The broadcasts are at two lines of code.
     marked.collectives = plain.collectives
     assert plain.digest() == marked.digest()
 
 
-def test_what_a_program_calls_on_any_rank_is_shown(world_of):
+def test_call_of_the_program_on_any_rank_is_shown(world_of):
     world = world_of(2)
     timeline = read_timeline(logged(world, asking(world, ranks=(0,))))
     assert kinds_of(timeline) == ["all_reduce", "broadcast", "all_reduce"]
 
 
-def test_a_harness_call_that_never_completed_is_shown(world_of):
+def test_incomplete_harness_call_is_shown(world_of):
     world = world_of(2)
 
     def program(rank):
