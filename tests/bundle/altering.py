@@ -1,4 +1,4 @@
-"""Bundles altered at random by somebody who may write every file, checksums included."""
+"""Random alterations of bundles by a stranger who can write every file, including checksums."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ KEYS = ("bundle.json", "turns.json", "events.jsonl", "tensors.safetensors", "cas
 
 
 def files_of(path: Path) -> Files:
-    """What a bundle holds."""
+    """Return the files of a bundle."""
     return {name: (path / name).read_bytes() for name in KEYS}
 
 
 def altered(files: Files, draw: random.Random) -> tuple[str, Files]:
-    """A bundle with one to three things changed in it, and which."""
+    """Return a description of one to three random changes, and the changed files."""
     now, said = dict(files), []
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         change = draw.choice(CHANGES)
-        # A second change may not find what it would change.
+        # A second change may not find its object any more.
         with contextlib.suppress(IndexError, KeyError, ValueError, TypeError, SafetensorError):
             said.append(f"{change.__name__}: {change(now, draw)}")
     if draw.random() < 0.9:
@@ -68,7 +68,7 @@ def altered(files: Files, draw: random.Random) -> tuple[str, Files]:
 
 
 def write(files: Files, path: Path, draw: random.Random) -> str:
-    """Write a bundle; now and then with something in a file's place that is none."""
+    """Write a bundle, occasionally with an irregular file. Returns a description of it."""
     path.mkdir(parents=True)
     for name, data in files.items():
         (path / name).write_bytes(data)
@@ -93,10 +93,10 @@ def write(files: Files, path: Path, draw: random.Random) -> str:
 
 
 def reseal(files: Files) -> None:
-    """Make everything in the head agree with the files, as far as they still can be read."""
+    """Make the head agree with the files, as far as they can still be read."""
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, IndexError):
         head = json.loads(files["bundle.json"])
-        # What another version hashed need not be the same here.
+        # Another version may compute other ids.
         head["environment"]["zero_sim"] = "0.0.0"
         for name in ("turns.json", "events.jsonl", "tensors.safetensors"):
             if name in head["files"]:
@@ -122,7 +122,7 @@ def reseal(files: Files) -> None:
 
 
 def change_head(files: Files, draw: random.Random) -> str:
-    """Another value, none or one more at any place of the head."""
+    """Set, delete, repeat or add a value anywhere in the head."""
     head = json.loads(files["bundle.json"])
     said = _change_json(head, draw)
     files["bundle.json"] = json.dumps(head).encode()
@@ -130,7 +130,7 @@ def change_head(files: Files, draw: random.Random) -> str:
 
 
 def change_scenario(files: Files, draw: random.Random) -> str:
-    """The same within the case."""
+    """Change a value of the case."""
     head = json.loads(files["bundle.json"])
     said = _change_json(head["scenario"], draw)
     files["bundle.json"] = json.dumps(head).encode()
@@ -138,7 +138,7 @@ def change_scenario(files: Files, draw: random.Random) -> str:
 
 
 def change_finding(files: Files, draw: random.Random) -> str:
-    """The same within what was found, and the picture of it."""
+    """Change a value of the findings or their buffer map."""
     head = json.loads(files["bundle.json"])
     said = _change_json({key: head[key] for key in ("findings", "strip", "evidence")}, draw)
     files["bundle.json"] = json.dumps(head).encode()
@@ -146,7 +146,7 @@ def change_finding(files: Files, draw: random.Random) -> str:
 
 
 def change_event(files: Files, draw: random.Random) -> str:
-    """A line of the events: another value, gone, twice, elsewhere or garbage."""
+    """Change, delete, repeat, move or garble a line of the events."""
     lines = files["events.jsonl"].splitlines()
     place = draw.randrange(len(lines))
     how = draw.choice(("value", "value", "value", "gone", "twice", "moved", "garbage"))
@@ -168,7 +168,7 @@ def change_event(files: Files, draw: random.Random) -> str:
 
 
 def change_moments(files: Files, draw: random.Random) -> str:
-    """The ticks of all moments."""
+    """Set the ticks of all moments."""
     tick = draw.choice((-1, 0, 2**62, 2**63 - 1))
     lines = [json.loads(line) for line in files["events.jsonl"].splitlines()]
     for line in lines:
@@ -179,7 +179,7 @@ def change_moments(files: Files, draw: random.Random) -> str:
 
 
 def change_turns(files: Files, draw: random.Random) -> str:
-    """Other turns, fewer, more or none."""
+    """Change the turns, or clear those of a world."""
     turns = json.loads(files["turns.json"])
     if draw.random() < 0.3:
         turns[draw.randrange(len(turns))] = []
@@ -189,7 +189,7 @@ def change_turns(files: Files, draw: random.Random) -> str:
 
 
 def change_tensor(files: Files, draw: random.Random) -> str:
-    """Another tensor, or two, or one called otherwise."""
+    """Replace, rename or delete tensors."""
     tensors = load(files["tensors.safetensors"])
     name = draw.choice(sorted(tensors))
     number = draw.randrange(len(TENSORS))
@@ -203,7 +203,7 @@ def change_tensor(files: Files, draw: random.Random) -> str:
 
 
 def change_case(files: Files, draw: random.Random) -> str:
-    """Another case for people to read."""
+    """Change a line of the readable case."""
     lines = files["case.toml"].splitlines()
     place = draw.randrange(len(lines))
     lines[place] = draw.choice((b"", b"x = 1", b"seed = 99", b"\x00", b"\xff", lines[place] * 2))
@@ -212,7 +212,7 @@ def change_case(files: Files, draw: random.Random) -> str:
 
 
 def change_bytes(files: Files, draw: random.Random) -> str:
-    """Bytes of a file, whatever they are."""
+    """Change bytes of a file."""
     name = draw.choice(KEYS)
     data = bytearray(files[name])
     place = draw.randrange(len(data))

@@ -1,4 +1,4 @@
-"""A system broken by hand, and a bundle of how it failed."""
+"""A broken system, and a bundle of its failure."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ from zero_sim.zero.optimizer import DistributedOptimizer
 
 @contextlib.contextmanager
 def broken_division():
-    """Two ranks do not divide their sums: a case that reloads fails in its second world."""
+    """Skip the division of sums on two ranks: a case that reloads fails in its second world."""
     right = DistributedOptimizer.step
 
     def undivided(self):
@@ -32,7 +32,7 @@ def broken_division():
 
 @pytest.fixture(scope="session")
 def scenario():
-    """Three ranks, then two, that take their turns at random."""
+    """Three ranks, then two, in random turns."""
     return Scenario(
         schema=1,
         name="broken/size=3",
@@ -45,27 +45,27 @@ def scenario():
 
 @pytest.fixture(scope="session")
 def failed(scenario, pool):
-    """What comes of it in the broken system."""
+    """Result of the case in the broken system."""
     with broken_division():
         return run_case(scenario, pool=pool)
 
 
 @pytest.fixture
 def broken():
-    """The broken system, for a test."""
+    """The broken system, for the time of a test."""
     with broken_division():
         yield
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Where bundles go."""
+    """Folder for bundles."""
     return tmp_path / "bundles"
 
 
 @pytest.fixture
 def path(scenario, failed, folder):
-    """A bundle of the failed case."""
+    """Path of a bundle of the failed case."""
     return write_bundle(scenario, failed, folder=folder)
 
 

@@ -1,4 +1,4 @@
-"""Bundles that somebody altered: refused, or shown and repeated as far as they go."""
+"""Altered bundles: refused, or shown and replayed as far as possible."""
 
 import json
 import random
@@ -16,7 +16,7 @@ from zero_sim.scenario.load import load_cases
 from zero_sim.sim import EventLog, Moment
 
 ALTERED = 150
-"""About twenty milliseconds each."""
+"""Each takes about twenty milliseconds."""
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def files(path):
 
 
 def show(bundle, folder):
-    """All that can be done with a bundle but to repeat it, each into a fresh folder."""
+    """Render, freeze and export a bundle into a new folder."""
     folder.mkdir()
     assert render_bundle(bundle).replace("\n", "").isprintable()
     assert "<script" not in render_page([bundle])
@@ -39,7 +39,7 @@ def show(bundle, folder):
 
 
 def test_altered_bundles_are_refused_or_shown(files, tmp_path):
-    """Nothing but our own errors, whatever is in them; and many get far enough to be shown."""
+    """Only our own errors are raised, and many bundles can be shown."""
     shown, refused = 0, []
     for number in range(ALTERED):
         draw = random.Random(number)
@@ -59,8 +59,7 @@ def test_altered_bundles_are_refused_or_shown(files, tmp_path):
     assert ALTERED / 5 < shown < ALTERED * 4 / 5
 
 
-def test_a_bundle_of_other_turns_is_repeated_as_far_as_they_go(files, tmp_path, pool):
-    """It ends, with one of the three outcomes."""
+def test_bundle_with_other_turns_is_replayed_to_an_outcome(files, tmp_path, pool):
     outcomes = []
     for number, edit in enumerate((list.clear, list.reverse, lambda turns: turns.append(1))):
         changed = dict(files)
@@ -76,8 +75,8 @@ def test_a_bundle_of_other_turns_is_repeated_as_far_as_they_go(files, tmp_path, 
     assert outcomes == ["fixed"] * 3
 
 
-def test_a_case_that_somebody_edited_is_not_the_bundle_s(files, tmp_path):
-    """It would not be what is repeated."""
+def test_bundle_with_an_edited_case_is_refused(files, tmp_path):
+    """The file would differ from the replayed case."""
     text = files["case.toml"].replace(b"seed = 7", b"seed = 8")
     assert text != files["case.toml"]
     write({**files, "case.toml": text}, tmp_path / "x", random.Random(0))
@@ -85,16 +84,15 @@ def test_a_case_that_somebody_edited_is_not_the_bundle_s(files, tmp_path):
         read_bundle(tmp_path / "x")
 
 
-def test_files_of_others_are_never_read(files, tmp_path):
-    """What lies beside changes nothing."""
+def test_other_files_in_the_folder_are_ignored(files, tmp_path):
     write(files, tmp_path / "x", random.Random(0))
     (tmp_path / "x" / "notes.txt").symlink_to("notes.txt")
     assert read_bundle(tmp_path / "x").id == json.loads(files["bundle.json"])["id"]
 
 
 @pytest.mark.parametrize("name", ["bundle.json", "events.jsonl", "case.toml"])
-def test_a_link_is_no_file_of_a_bundle(files, tmp_path, name):
-    """It could show what lies elsewhere."""
+def test_symlink_in_a_bundle_is_refused(files, tmp_path, name):
+    """It could reveal files elsewhere."""
     write(files, tmp_path / "x", random.Random(0))
     (tmp_path / "elsewhere").write_bytes(files[name])
     (tmp_path / "x" / name).unlink()
@@ -104,7 +102,7 @@ def test_a_link_is_no_file_of_a_bundle(files, tmp_path, name):
 
 
 class Counted(list):
-    """A list that counts how often somebody looks something up in it."""
+    """A list that counts its look-ups."""
 
     looked = 0
 
@@ -113,8 +111,8 @@ class Counted(list):
         return super().__getitem__(place)
 
 
-def test_calls_that_no_turn_fits_are_no_way_to_hang_us(failed):
-    """A made-up log: looking through all turns for each of many calls would take hours."""
+def test_calls_without_turns_are_read_in_linear_time(failed):
+    """A search through all turns for each of many forged calls would take hours."""
     log = EventLog()
     call = failed.logs[0].collectives[0]
     log.collectives = [call._replace(sequence=i) for i in range(200)]
@@ -124,8 +122,7 @@ def test_calls_that_no_turn_fits_are_no_way_to_hang_us(failed):
     assert log.turns.looked < 1_000
 
 
-def test_lanes_of_a_trace_are_named_where_they_are_used(failed):
-    """Not for every rank as many as any has."""
+def test_trace_lanes_are_named_only_for_ranks_that_use_them(failed):
     log = EventLog()
     call = failed.logs[0].collectives[0]
     log.collectives = [call._replace(sequence=i) for i in range(200)]

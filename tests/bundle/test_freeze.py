@@ -1,4 +1,4 @@
-"""The case of a bundle as a scenario file."""
+"""Freezing the case of a bundle into a scenario file."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from zero_sim.errors import UsageError
 from zero_sim.scenario.load import load_scenario
 
 
-def test_the_file_is_the_case_and_says_what_was_found(bundle, tmp_path):
+def test_frozen_file_contains_the_case_and_its_finding(bundle, tmp_path):
     path = frozen_path(bundle, folder=tmp_path / "regressions")
     freeze(bundle, path)
     loaded = load_scenario(path)
@@ -22,7 +22,7 @@ def test_the_file_is_the_case_and_says_what_was_found(bundle, tmp_path):
     assert dataclasses.replace(loaded, **plain) == dataclasses.replace(bundle.scenario, **plain)
 
 
-def test_a_file_that_is_there_is_not_replaced_unless_forced(bundle, tmp_path):
+def test_existing_file_is_replaced_only_with_force(bundle, tmp_path):
     path = frozen_path(bundle, folder=tmp_path, name="mine")
     path.write_text("x")
     with pytest.raises(UsageError, match=r"mine\.toml: expected a new file.*--force"):
@@ -31,12 +31,12 @@ def test_a_file_that_is_there_is_not_replaced_unless_forced(bundle, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", ".hidden", ".."])
-def test_a_name_is_no_path(bundle, tmp_path, name):
+def test_name_must_not_be_a_path(bundle, tmp_path, name):
     with pytest.raises(UsageError, match="expected a file name, without a folder"):
         frozen_path(bundle, folder=tmp_path, name=name)
 
 
-def test_what_a_stranger_wrote_stays_in_the_description(bundle, tmp_path):
+def test_hostile_message_stays_in_the_description(bundle, tmp_path):
     hostile = 'x"\n[world]\nsize = 99'
     first = dataclasses.replace(bundle.findings[0], message=hostile)
     path = tmp_path / "x.toml"
@@ -46,7 +46,7 @@ def test_what_a_stranger_wrote_stays_in_the_description(bundle, tmp_path):
     assert loaded.world == bundle.scenario.world
 
 
-def test_a_folder_that_cannot_be_written(bundle, tmp_path):
+def test_unwritable_folder_is_refused(bundle, tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UsageError, match="expected to write a scenario"):
         freeze(bundle, tmp_path / "file" / "x.toml")

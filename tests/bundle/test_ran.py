@@ -1,4 +1,4 @@
-"""How a case was run is in its bundle, and it is run again in that way."""
+"""Target, device and backend of a case: recorded in its bundle, and used by replay."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ ON_GLOO = Ran(backend="gloo")
 
 
 def changed(path, name, value):
-    """The bundle with another entry of its head, as its writer could have made it."""
+    """Change an entry of the bundle's head and reseal it."""
     files = {file.name: file.read_bytes() for file in path.iterdir()}
     head = json.loads(files["bundle.json"]) | {name: value}
     files["bundle.json"] = json.dumps(head).encode()
@@ -26,11 +26,11 @@ def changed(path, name, value):
 
 
 @pytest.mark.parametrize("ran", [Ran(), SOMEWHERE, ON_GLOO, Ran(target="my.module:System")])
-def test_it_comes_back(scenario, failed, folder, ran):
+def test_ran_roundtrips_through_a_bundle(scenario, failed, folder, ran):
     assert read_bundle(write_bundle(scenario, failed, folder=folder, ran=ran)).ran == ran
 
 
-def test_one_failure_in_two_ways_is_two_bundles(scenario, failed, folder):
+def test_same_failure_on_other_devices_is_another_bundle(scenario, failed, folder):
     ways = (Ran(), SOMEWHERE, ON_GLOO, Ran(device="elsewhere:1", backend="nccl"))
     names = {write_bundle(scenario, failed, folder=folder, ran=ran).name for ran in ways}
     assert len(names) == 4
@@ -44,7 +44,7 @@ def test_one_failure_in_two_ways_is_two_bundles(scenario, failed, folder):
         ("backend", "mpi", "backend: expected 'sim', 'gloo' or 'nccl', got 'mpi'"),
     ],
 )
-def test_what_no_writer_writes_is_refused(scenario, failed, folder, name, value, said):
+def test_invalid_device_or_backend_is_refused(scenario, failed, folder, name, value, said):
     path = write_bundle(scenario, failed, folder=folder, ran=SOMEWHERE)
     changed(path, name, value)
     with pytest.raises(BundleError) as caught:
@@ -52,7 +52,7 @@ def test_what_no_writer_writes_is_refused(scenario, failed, folder, name, value,
     assert said in str(caught.value)
 
 
-def test_real_processes_import_nothing(scenario, failed, folder):
+def test_target_is_refused_for_real_processes(scenario, failed, folder):
     ran = Ran(target="my.module:System", backend="gloo")
     with pytest.raises(BundleError, match="target: expected none with backend gloo"):
         read_bundle(write_bundle(scenario, failed, folder=folder, ran=ran))
@@ -63,7 +63,7 @@ def elsewhere(scenario, failed, folder):
     return read_bundle(write_bundle(scenario, failed, folder=folder, ran=SOMEWHERE))
 
 
-def test_a_device_that_is_not_here_is_4_and_says_what_to_try(elsewhere, pool):
+def test_missing_device_has_exit_status_4_and_a_remedy(elsewhere, pool):
     replayed = replay_bundle(elsewhere, pool=pool)
     assert (replayed.outcome, replayed.exit_status) == ("error", 4)
     assert "got 'elsewhere:1'" in replayed.result.error
@@ -71,7 +71,7 @@ def test_a_device_that_is_not_here_is_4_and_says_what_to_try(elsewhere, pool):
 
 
 @pytest.mark.usefixtures("broken")
-def test_it_is_run_on_another_one_where_that_is_asked_for(elsewhere, pool):
+def test_replay_can_use_another_device(elsewhere, pool):
     there = dataclasses.replace(elsewhere.environment, device="elsewhere:1 (its kind)")
     bundle = dataclasses.replace(elsewhere, environment=there)
     replayed = replay_bundle(bundle, pool=pool, device="cpu")
@@ -84,21 +84,21 @@ def on_gloo(scenario, failed, folder):
     return read_bundle(write_bundle(scenario, failed, folder=folder, ran=ON_GLOO))
 
 
-def test_what_ran_on_real_processes_runs_on_as_many_of_them(on_gloo, failed):
+def test_case_on_real_processes_is_replayed_on_real_processes(on_gloo, failed):
     replayed = replay_bundle(on_gloo)
-    # Workers do not know of what broke it here.
+    # Workers do not know the fault that broke it here.
     assert (replayed.outcome, replayed.same_events) == ("fixed", None)
     assert any(note.startswith("gloo moved the data") for note in replayed.result.notes)
     now_failed = dataclasses.replace(replayed, outcome="failed", result=failed)
     assert "the same first finding\n" in render_replay(now_failed)
 
 
-def test_real_processes_take_no_device(on_gloo):
+def test_device_is_refused_for_real_processes(on_gloo):
     with pytest.raises(UsageError, match="expected no --target or --device for a case on gloo"):
         replay_bundle(on_gloo, device="cuda")
 
 
-def test_the_command_to_replay_names_the_device():
+def test_replay_command_names_the_device():
     assert replay_command("abc", device=SOMEWHERE.device_named) == (
         "zero-sim replay abc --device elsewhere:1"
     )

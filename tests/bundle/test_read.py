@@ -1,4 +1,4 @@
-"""A bundle comes back as it was, or is refused with one clear error."""
+"""Reading bundles: contents roundtrip, or one clear error refuses them."""
 
 import copy
 import hashlib
@@ -21,13 +21,13 @@ def change(path, edit):
 
 
 def rewrite(path, file, data):
-    """Put other content into a file, and make the head say that it is right."""
+    """Replace the content of a file, and its size and digest in the head."""
     (path / file).write_bytes(data)
     facts = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     change(path, lambda head: head["files"].update({file: facts}))
 
 
-def test_everything_comes_back(path, scenario, failed):
+def test_contents_roundtrip(path, scenario, failed):
     bundle = read_bundle(path)
     assert bundle.scenario == scenario
     assert bundle.findings == failed.findings
@@ -45,7 +45,7 @@ def test_everything_comes_back(path, scenario, failed):
             assert torch.equal(read.evidence.expected, wrote.evidence.expected)
 
 
-def test_marks_of_a_harness_come_back(scenario, failed, folder):
+def test_harness_marks_roundtrip(scenario, failed, folder):
     log = copy.copy(failed.logs[0])
     log.harness = {1, 4}
     marked = replace(failed, logs=(log, *failed.logs[1:]))
@@ -56,7 +56,7 @@ def test_marks_of_a_harness_come_back(scenario, failed, folder):
 
 
 @pytest.mark.parametrize("file", ["turns.json", "events.jsonl", "tensors.safetensors"])
-def test_a_truncated_file_is_named(path, file):
+def test_truncated_file_is_named(path, file):
     data = (path / file).read_bytes()
     (path / file).write_bytes(data[:-9])
     with pytest.raises(BundleError, match=f"expected {len(data)} bytes in {file}"):
@@ -64,20 +64,20 @@ def test_a_truncated_file_is_named(path, file):
 
 
 @pytest.mark.parametrize("file", ["turns.json", "events.jsonl", "tensors.safetensors"])
-def test_a_file_that_is_gone_is_named(path, file):
+def test_missing_file_is_named(path, file):
     (path / file).unlink()
     with pytest.raises(BundleError, match=f"expected to read {file}, got: No such file"):
         read_bundle(path)
 
 
-def test_a_changed_file_is_named(path):
+def test_changed_file_is_named(path):
     data = (path / "turns.json").read_bytes()
     (path / "turns.json").write_bytes(data.replace(b"1", b"0"))
     with pytest.raises(BundleError, match=r"turns\.json as it was written"):
         read_bundle(path)
 
 
-def test_a_truncated_head(path):
+def test_truncated_head_is_refused(path):
     text = (path / "bundle.json").read_text()
     (path / "bundle.json").write_text(text[: len(text) // 2])
     with pytest.raises(BundleError, match=r"bundle\.json: expected JSON"):
@@ -150,7 +150,7 @@ def set_(*keys, to):
         (set_("notes", to=json.loads("[" * 50 + "]" * 50)), "more than 32 levels"),
     ],
 )
-def test_a_head_that_is_not_right(path, edit, said):
+def test_invalid_head_is_refused(path, edit, said):
     change(path, edit)
     with pytest.raises(BundleError) as caught:
         read_bundle(path)
@@ -174,7 +174,7 @@ LONG = "n" * 100_000
         set_("target", to=LONG),
     ],
 )
-def test_a_long_value_is_clipped_in_the_error(path, edit):
+def test_long_value_is_clipped_in_the_error(path, edit):
     change(path, edit)
     with pytest.raises(
         BundleError, match=r"\[\.\.\. \d+,\d+ characters \.\.\.\]|expected .*got"
@@ -198,14 +198,14 @@ def test_a_long_value_is_clipped_in_the_error(path, edit):
         ("tensors.safetensors", b"\x80\x04junk", "tensors.safetensors: expected safetensors"),
     ],
 )
-def test_content_that_is_not_right(path, file, data, said):
+def test_invalid_content_is_refused(path, file, data, said):
     rewrite(path, file, data)
     with pytest.raises(BundleError) as caught:
         read_bundle(path)
     assert said in str(caught.value)
 
 
-def test_a_bundle_older_than_a_field_with_a_default(path, failed):
+def test_missing_field_gets_its_default(path, failed):
     def edit(head):
         del head["findings"][0]["ulp"]
         del head["findings"][0]["differ_spans"]
@@ -217,32 +217,32 @@ def test_a_bundle_older_than_a_field_with_a_default(path, failed):
 
 
 class TestFindSeveral:
-    def test_all_those_named_and_those_in_a_folder(self, path, folder):
+    def test_bundles_are_found_by_name_and_in_folders(self, path, folder):
         assert find_bundles([], folder=folder) == [path]
         assert find_bundles([str(folder)], folder=folder / "elsewhere") == [path]
         assert find_bundles([path.name[:5], str(path)], folder=folder) == [path]
 
-    def test_none(self, folder):
+    def test_folder_without_bundles_is_an_error(self, folder):
         with pytest.raises(BundleError, match="expected bundles, got none"):
             find_bundles([], folder=folder)
 
 
 class TestFind:
-    def test_by_id_by_its_beginning_and_by_path(self, path, folder):
+    def test_bundle_is_found_by_id_prefix_and_path(self, path, folder):
         assert find_bundle(path.name, folder=folder) == path
         assert find_bundle(path.name[:4], folder=folder) == path
         assert find_bundle(str(path), folder=folder / "elsewhere") == path
 
     @pytest.mark.parametrize("name", ["zzz", ""])
-    def test_an_unknown_one_lists_those_there(self, path, folder, name):
+    def test_unknown_bundle_is_refused_with_the_known_ones(self, path, folder, name):
         with pytest.raises(BundleError, match=rf"bundles there: 1 \({path.name}\)"):
             find_bundle(name, folder=folder)
 
-    def test_a_folder_without_any(self, folder):
+    def test_folder_without_bundles_is_mentioned(self, folder):
         with pytest.raises(BundleError, match="bundles there: none"):
             find_bundle("abc", folder=folder)
 
-    def test_an_ambiguous_beginning(self, folder):
+    def test_ambiguous_prefix_is_refused(self, folder):
         for name in ("abc1", "abc2"):
             (folder / name).mkdir(parents=True)
             (folder / name / "bundle.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""A replay takes the same turns and says FIXED, FAILED or ERROR."""
+"""Replay of bundles: the recorded turns, and outcome FIXED, FAILED or ERROR."""
 
 import dataclasses
 import subprocess
@@ -19,7 +19,7 @@ from zero_sim.zero import unit as unit_module
 
 
 @pytest.mark.usefixtures("broken")
-def test_with_the_fault_it_fails_in_the_same_way(bundle, pool):
+def test_replay_with_the_fault_fails_in_the_same_way(bundle, pool):
     replayed = replay_bundle(bundle, pool=pool)
     assert (replayed.outcome, replayed.exit_status) == ("failed", 1)
     assert replayed.same
@@ -28,7 +28,7 @@ def test_with_the_fault_it_fails_in_the_same_way(bundle, pool):
     assert "the same first finding after the same events" in render_replay(replayed)
 
 
-def test_without_the_fault_it_is_fixed(bundle, pool):
+def test_replay_without_the_fault_is_fixed(bundle, pool):
     replayed = replay_bundle(bundle, pool=pool)
     assert (replayed.outcome, replayed.exit_status) == ("fixed", 0)
     assert replayed.now is None
@@ -36,7 +36,7 @@ def test_without_the_fault_it_is_fixed(bundle, pool):
     assert "in the bundle: equality." in render_replay(replayed)
 
 
-def test_with_another_fault_it_says_which(bundle, pool, monkeypatch):
+def test_replay_with_another_fault_reports_it(bundle, pool, monkeypatch):
     monkeypatch.setattr(unit_module, "all_gather", lambda *args, **kwargs: None)
     replayed = replay_bundle(bundle, pool=pool)
     assert replayed.outcome == "failed"
@@ -46,7 +46,7 @@ def test_with_another_fault_it_says_which(bundle, pool, monkeypatch):
 
 
 @pytest.mark.usefixtures("broken")
-def test_the_turns_are_the_recorded_ones_not_the_seeds(bundle, pool):
+def test_replay_takes_recorded_turns(bundle, pool):
     run = dataclasses.replace(bundle.scenario.world, schedule="round-robin")
     changed = dataclasses.replace(bundle, scenario=dataclasses.replace(bundle.scenario, world=run))
     assert replay_bundle(changed, pool=pool).same_events
@@ -54,14 +54,14 @@ def test_the_turns_are_the_recorded_ones_not_the_seeds(bundle, pool):
     assert not replay_bundle(without, pool=pool).same_events
 
 
-def test_turns_that_cannot_be_taken_are_told(bundle, pool):
+def test_turns_that_cannot_be_taken_are_noted(bundle, pool):
     bundle.logs[0].turns[3:] = [2] * 5
     replayed = replay_bundle(bundle, pool=pool)
     assert replayed.outcome == "fixed"
     assert "note: world 1 left the recorded turns at turn" in render_replay(replayed)
 
 
-def test_the_next_case_takes_its_own_turns(bundle, scenario, pool):
+def test_next_case_takes_its_own_turns(bundle, scenario, pool):
     replay_bundle(bundle, pool=pool)
     digests = {run_case(scenario, pool=pool).log_digest for _ in range(2)}
     assert len(digests) == 1
@@ -72,28 +72,29 @@ class Refusing(ZeroSimTarget):
         raise EnvironmentProblem("expected scikit-learn, which is not installed.")
 
 
-def test_what_cannot_run_here_is_an_error(bundle, pool):
+def test_environment_problem_is_an_error(bundle, pool):
     replayed = replay_bundle(bundle, pool=pool, target=Refusing())
     assert (replayed.outcome, replayed.exit_status) == ("error", 4)
     assert "cannot run here: expected scikit-learn" in render_replay(replayed)
 
 
-def test_an_inconclusive_case_is_not_fixed(bundle, pool, monkeypatch):
+def test_inconclusive_case_is_not_fixed(bundle, pool, monkeypatch):
     monkeypatch.setattr(verdict, "_doubts", lambda scenario, judges: [bundle.findings[0]])
     replayed = replay_bundle(bundle, pool=pool)
     assert (replayed.outcome, replayed.exit_status) == ("error", 3)
     assert "inconclusive now" in render_replay(replayed)
 
 
-def test_another_environment_is_told(bundle, pool):
+def test_another_environment_is_reported(bundle, pool):
     old = dataclasses.replace(bundle.environment, torch="2.11.0", threads=99)
     replayed = replay_bundle(dataclasses.replace(bundle, environment=old), pool=pool)
     assert len(replayed.differences) == 2
     assert "differs: torch: 2.11.0 in the bundle, " in render_replay(replayed)
 
 
-def test_in_another_process(path):
-    # The one test that starts a process, which takes seconds: a bundle must not lean on this one.
+def test_bundle_is_replayed_in_another_process(path):
+    # The only test that starts a process, which takes seconds: a bundle must not depend on this
+    # one.
     script = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -111,8 +112,8 @@ print(again.outcome, again.same, again.same_events)
     assert done.stdout.split() == ["fixed", "failed", "True", "True"]
 
 
-def test_planned_faults_are_no_other_events(pool, folder):
-    """They are in no file of the bundle; the turns and the calls are the same."""
+def test_planned_faults_do_not_change_the_events(pool, folder):
+    """Faults are in no file of the bundle; turns and calls are the same."""
     (scenario,) = load_cases(Path("scenarios/faults/params.toml"))[:1]
     scenario = dataclasses.replace(scenario, expect=ExpectSpec())
     result = run_case(scenario, pool=pool)

@@ -1,4 +1,4 @@
-"""What a bundle holds."""
+"""Writing bundles: their files, contents and ids."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from zero_sim.bundle import write as writer
 from zero_sim.scenario.load import load_cases
 
 
-def test_files(scenario, failed, folder, path):
+def test_bundle_has_its_files(scenario, failed, folder, path):
     assert path == folder / bundle_id(scenario, failed.findings[0])
     assert {file.name for file in path.iterdir()} == {
         "bundle.json",
@@ -24,11 +24,11 @@ def test_files(scenario, failed, folder, path):
     assert [file.name for file in folder.iterdir()] == [path.name]
 
 
-def test_the_case_is_a_scenario_file(scenario, path):
+def test_case_is_a_scenario_file(scenario, path):
     assert load_cases(path / "case.toml") == (scenario,)
 
 
-def test_the_head_has_seed_findings_and_versions(failed, path):
+def test_head_contains_seed_findings_and_versions(failed, path):
     head = json.loads((path / "bundle.json").read_text())
     assert (head["seed"], head["verdict"]) == (7, "fail")
     assert head["findings"] == json.loads(json.dumps([f.as_dict() for f in failed.findings]))
@@ -36,7 +36,7 @@ def test_the_head_has_seed_findings_and_versions(failed, path):
     assert "+".join(world["digest"] for world in head["worlds"]) == failed.log_digest
 
 
-def test_tensors_hold_what_differed(failed, path):
+def test_tensors_contain_the_differing_values(failed, path):
     tensors = load_file(path / "tensors.safetensors")
     index, finding = next(
         (i, found) for i, found in enumerate(failed.findings) if found.check == "equality.state"
@@ -46,7 +46,7 @@ def test_tensors_hold_what_differed(failed, path):
     assert tensors[f"{index}.got"][first].item() == float.fromhex(finding.got)
 
 
-def test_one_line_an_event(failed, path):
+def test_each_event_is_a_line(failed, path):
     events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
     calls = [event for event in events if event["event"] == "call"]
     assert len(calls) == failed.collectives
@@ -54,33 +54,33 @@ def test_one_line_an_event(failed, path):
 
 
 class TestId:
-    def test_the_same_failure_has_the_same_id_whatever_it_is_called(self, scenario, failed):
+    def test_same_failure_has_the_same_id_under_another_name(self, scenario, failed):
         renamed = dataclasses.replace(scenario, name="other", description="words")
         first = failed.findings[0]
         later = dataclasses.replace(first, message="said otherwise", got="0x0p+0")
         assert bundle_id(renamed, later) == bundle_id(scenario, first)
 
     @pytest.mark.parametrize("change", [{"step": 5}, {"rank": 2}, {"param": "x"}, {"check": "y"}])
-    def test_another_finding_has_another(self, scenario, failed, change):
+    def test_another_finding_has_another_id(self, scenario, failed, change):
         first = failed.findings[0]
         other = dataclasses.replace(first, **change)
         assert bundle_id(scenario, other) != bundle_id(scenario, first)
 
-    def test_another_case_has_another(self, scenario, failed):
+    def test_another_case_has_another_id(self, scenario, failed):
         world = dataclasses.replace(scenario.world, size=4)
         other = dataclasses.replace(scenario, world=world)
         first = failed.findings[0]
         assert bundle_id(other, first) != bundle_id(scenario, first)
 
 
-def test_a_bundle_of_the_same_failure_is_replaced(scenario, failed, folder, path):
+def test_bundle_of_the_same_failure_is_replaced(scenario, failed, folder, path):
     (path / "left-over").write_text("x")
     assert write_bundle(scenario, failed, folder=folder) == path
     assert not (path / "left-over").exists()
     assert [file.name for file in folder.iterdir()] == [path.name]
 
 
-def test_what_cannot_be_written_leaves_the_old_one(scenario, failed, folder, path, monkeypatch):
+def test_failed_write_keeps_the_old_bundle(scenario, failed, folder, path, monkeypatch):
     before = (path / "bundle.json").read_bytes()
 
     def full(*args, **kwargs):
@@ -93,6 +93,6 @@ def test_what_cannot_be_written_leaves_the_old_one(scenario, failed, folder, pat
     assert [file.name for file in folder.iterdir()] == [path.name]
 
 
-def test_nothing_is_pickled(path):
+def test_no_file_is_a_pickle(path):
     for file in path.iterdir():
         assert not file.read_bytes().startswith(b"\x80")
