@@ -1,4 +1,4 @@
-"""A campaign finds a mutant, says by what, and mends the system."""
+"""Campaigns of mutants: each is found by a check, and the system is restored."""
 
 from dataclasses import replace
 from itertools import islice
@@ -35,7 +35,7 @@ from zero_sim.zero.unit import Unit
 PLAIN = Scenario(schema=1, model=ModelSpec(name="params", shapes=((1,),)))
 
 
-def test_a_mutant_is_found_and_the_system_mended(pool):
+def test_mutant_is_found_and_the_system_restored(pool):
     (one,) = find_mutants(["M05"])
     trial = hunt(one, pool=pool, budget=Budget(cases_max=40))
     assert trial.killed
@@ -44,7 +44,7 @@ def test_a_mutant_is_found_and_the_system_mended(pool):
     assert not check_unbroken(pool=pool, budget=Budget(cases_max=5)).killed
 
 
-def test_a_harmless_mutant_survives(pool):
+def test_harmless_mutant_survives(pool):
     def plant(patch):
         """Change nothing."""
 
@@ -53,9 +53,9 @@ def test_a_harmless_mutant_survives(pool):
     assert (trial.killed, trial.cases, trial.armed) == (False, 3, 0)
 
 
-def test_a_mutant_that_fails_of_itself_is_no_kill(pool):
+def test_mutant_that_no_longer_fits_is_not_killed(pool):
     def plant(patch):
-        """Use what the system has no more."""
+        """Use a removed attribute."""
 
         patch[Unit.reduce, "self._end_reduce()"] = "self.gone()"
 
@@ -64,7 +64,7 @@ def test_a_mutant_that_fails_of_itself_is_no_kill(pool):
     assert "no longer fits the system: AttributeError" in trial.error
 
 
-def test_two_campaigns_of_one_seed_are_one(pool):
+def test_hunts_of_one_seed_are_identical(pool):
     (one,) = find_mutants(["M13"])
     first, second = (hunt(one, pool=pool, budget=Budget(cases_max=30)) for _ in range(2))
     assert (first.cases, first.check) == (second.cases, second.check)
@@ -76,11 +76,11 @@ def shrunk(pool):
     return hunt(off_by_one, pool=pool, budget=Budget(cases_max=200, shrinks=True))
 
 
-def test_an_off_by_one_shrinks_to_two_ranks_and_one_param_of_two_elements(shrunk):
+def test_off_by_one_shrinks_to_two_ranks_and_two_elements(shrunk):
     assert shrunk.size == Size(ranks=2, params=1, elements=2, steps=1, features=0)
 
 
-def test_the_smallest_case_finds_the_mutant_and_nothing_else(shrunk, pool):
+def test_smallest_case_finds_only_the_mutant(shrunk, pool):
     (smallest,) = parse_cases(shrunk.smallest, source="x", stem="x")
     assert size_of(smallest) == shrunk.size
     assert run_case(smallest, pool=pool).verdict == "pass"
@@ -88,13 +88,13 @@ def test_the_smallest_case_finds_the_mutant_and_nothing_else(shrunk, pool):
         assert run_case(smallest, pool=pool).verdict == "fail"
 
 
-def test_shrinking_changes_nothing_of_the_hunt(shrunk, pool):
+def test_shrinking_does_not_change_the_hunt(shrunk, pool):
     plain = hunt(find_mutants(["L01"])[0], pool=pool, budget=Budget(cases_max=200))
     assert (plain.check, plain.cases) == (shrunk.check, shrunk.cases)
     assert (plain.size, plain.smallest) == (None, "")
 
 
-def test_an_error_of_the_harness_is_no_kill(pool, monkeypatch):
+def test_harness_error_is_not_a_kill(pool, monkeypatch):
     from zero_sim.judge.judge import Judge
 
     def breaks(*args, **named):
@@ -106,12 +106,12 @@ def test_an_error_of_the_harness_is_no_kill(pool, monkeypatch):
     assert "the judge is ill" in trial.error
 
 
-def test_a_refusal_of_a_valid_case_is_a_kill():
+def test_refusal_of_a_valid_case_is_a_kill():
     assert found_by(CaseResult(id="x", verdict="error", seconds=0.0, error="no")) == REFUSED
     assert found_by(CaseResult(id="x", verdict="inconclusive", seconds=0.0)) == ""
 
 
-def test_the_score_counts_survivors(pool):
+def test_score_counts_survivors(pool):
     chosen = find_mutants(["M73", "M05"])
     trials = list(run_campaign(["M73", "M05"], budget=Budget(cases_max=1, seed=1)))
     score = score_of(trials, chosen, seconds=1.0)
@@ -122,7 +122,7 @@ def test_the_score_counts_survivors(pool):
     assert torch.get_num_threads() >= 1
 
 
-def test_a_case_that_cannot_even_be_drawn_is_a_kill(pool):
+def test_failure_to_draw_a_case_is_a_kill(pool):
     def fails(choices):
         raise LayoutError("no such layout")
 
@@ -131,7 +131,7 @@ def test_a_case_that_cannot_even_be_drawn_is_a_kill(pool):
     assert (trial.killed, trial.check, trial.cases) == (True, DRAWING, 0)
 
 
-def test_what_fails_outside_of_drawing_comes_through(pool, monkeypatch):
+def test_failure_outside_of_drawing_is_raised(pool, monkeypatch):
     def fails(*args, **named):
         raise LayoutError("the harness is ill")
 
@@ -140,8 +140,8 @@ def test_what_fails_outside_of_drawing_comes_through(pool, monkeypatch):
         hunt(find_mutants(["M05"])[0], pool=pool)
 
 
-class TestWhatAMutantTakes:
-    """Cases that lack what its smallest case on record has are judged last."""
+class TestOrderOfCases:
+    """Cases without the features of the mutant's smallest case are judged last."""
 
     @pytest.fixture
     def judged(self, monkeypatch):
@@ -171,7 +171,7 @@ class TestWhatAMutantTakes:
     def drawn(count=12):
         return [*islice(draws(drawn_cases(), seed="0/X"), count)]
 
-    def test_those_that_have_it_come_first_and_a_survivor_was_judged_by_all(self, pool, judged):
+    def test_cases_with_its_features_come_first_and_survivors_meet_all(self, pool, judged):
         trial = self.hunt(pool)
         accumulating = [case for case in self.drawn() if case.run.micro_batches > 1]
         others = [case for case in self.drawn() if case.run.micro_batches == 1]
@@ -180,19 +180,19 @@ class TestWhatAMutantTakes:
         assert judged == [*accumulating, *others]
         assert (trial.killed, trial.cases, trial.judged) == (False, 12, 12)
 
-    def test_what_finds_it_is_told_by_its_place_in_the_series(self, pool, judged):
+    def test_finding_case_is_reported_by_its_place_in_the_series(self, pool, judged):
         place = max(i for i, case in enumerate(self.drawn(), 1) if case.run.micro_batches > 1)
         self.finders = (self.drawn()[place - 1],)
         trial = self.hunt(pool)
         having = sum(case.run.micro_batches > 1 for case in self.drawn(place))
         assert (trial.killed, trial.cases, trial.judged) == (True, place, having)
 
-    def test_one_that_lacks_it_is_found_too_at_its_own_place(self, pool, judged):
+    def test_case_without_its_features_is_found_at_its_own_place(self, pool, judged):
         place = max(i for i, case in enumerate(self.drawn(), 1) if case.run.micro_batches == 1)
         self.finders = (self.drawn()[place - 1],)
         trial = self.hunt(pool)
         assert (trial.killed, trial.cases, trial.judged) == (True, place, 12)
 
-    def test_every_case_is_judged_in_turn_where_that_is_asked(self, pool, judged):
+    def test_every_case_is_judged_in_order_on_request(self, pool, judged):
         self.hunt(pool, every_case=True)
         assert judged == self.drawn()

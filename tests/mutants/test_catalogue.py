@@ -1,4 +1,4 @@
-"""The list of mutants is whole, and each of them still fits the code that it breaks."""
+"""Catalogue of mutants: complete, and each one fits the code that it breaks."""
 
 import sys
 from collections import Counter
@@ -18,18 +18,18 @@ def test_ids_are_unique():
     assert Counter(one.id for one in MUTANTS).most_common(1)[0][1] == 1
 
 
-def test_every_listed_bug_is_there_and_as_many_again():
+def test_every_listed_bug_has_a_mutant_and_half_are_unlisted():
     known = {one.id for one in MUTANTS}
     assert known >= LISTED
     assert len(known) >= 2 * len(LISTED)
 
 
-def test_every_class_has_some_of_its_own():
+def test_every_class_has_unlisted_mutants():
     own = Counter(one.kind for one in MUTANTS if one.id not in LISTED)
     assert min(own[kind] for kind in CLASSES) >= 2
 
 
-def test_what_is_impossible_is_a_mutant_of_another_form():
+def test_impossible_mutants_have_another_form():
     assert {one.id for one in MUTANTS} >= IMPOSSIBLE.keys()
 
 
@@ -54,9 +54,9 @@ def _is_own(owner):
     return getattr(owner, "__module__", owner.__name__).startswith("zero_sim.")
 
 
-def test_a_refused_patch_leaves_nothing_behind():
+def test_refused_patch_changes_nothing():
     def plant(patch):
-        """Replace what is there twice."""
+        """Replace a fragment that occurs twice."""
         patch[unit.Unit.reduce, "async_op=False"] = "async_op=True"
 
     original = unit.Unit.reduce.__code__
@@ -65,18 +65,18 @@ def test_a_refused_patch_leaves_nothing_behind():
     assert unit.Unit.reduce.__code__ is original
 
 
-def test_an_unknown_flag_is_refused():
+def test_unknown_flag_is_refused():
     with pytest.raises(MutantError, match="known flags"):
         mutant("X", "NORM", "DR XX", seen_in="nothing")(lambda patch: None)
 
 
-def test_finding_by_class_and_core():
+def test_mutants_are_found_by_class_and_core():
     assert {one.kind for one in find_mutants(kind="NORM")} == {"NORM"}
     assert all(one.core for one in find_mutants(core=True))
     assert [one.id for one in find_mutants(["M73"])] == ["M73"]
 
 
-def test_what_is_not_known_is_refused():
+def test_unknown_mutant_or_class_is_refused():
     with pytest.raises(UsageError, match="'M999'"):
         find_mutants(["M999"])
     with pytest.raises(UsageError, match="one of NORM"):

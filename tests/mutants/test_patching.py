@@ -1,4 +1,4 @@
-"""A patch refuses what is not there, notes what no longer fits, and leaves nothing behind."""
+"""Patches: they refuse missing fragments, record outdated edits, and revert completely."""
 
 import traceback
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from zero_sim.mutants.patching import Patches
 
 
 def twice(function):
-    """A decorator with a wrapper, as `torch.no_grad` makes one."""
+    """Decorate with a wrapper, as `torch.no_grad` does."""
     from functools import wraps
 
     @wraps(function)
@@ -72,7 +72,7 @@ def patches():
 
 
 class TestEdits:
-    def test_the_function_computes_what_the_edit_says_until_it_is_put_back(self, patches):
+    def test_edit_applies_until_it_is_restored(self, patches):
         code, child = Child.number.__code__, Child()
         patches[Child.number, "own + 1"] = "own + 2"
         assert child.number() == 20
@@ -82,7 +82,7 @@ class TestEdits:
         assert child.number() == 20
         assert Child.number.__code__ is code
 
-    def test_several_edits_of_one_function_are_made_one_after_another(self, patches):
+    def test_edits_of_one_function_are_applied_in_order(self, patches):
         patches[Child.number, "own + 1"] = "own + 2"
         patches[Child.number, "own + 2"] = "own + 3"
         patches[Child.number, "return self"] = """
@@ -92,32 +92,32 @@ class TestEdits:
         patches.install()
         assert Child().number() == 50
 
-    def test_lines_are_matched_and_indented_as_they_stand(self, patches):
+    def test_several_lines_are_matched_with_their_indentation(self, patches):
         patches[Child.static, "if number:\n    return number"] = """
             if number > 1:
                 ..."""
         patches.install()
         assert [Child.static(number) for number in (0, 1, 2)] == [-2, -2, 4]
 
-    def test_a_property_is_given_by_itself(self, patches):
+    def test_property_can_be_edited(self, patches):
         patches[Child.prop, "right"] = "wrong"
         patches.install()
         assert Child().prop == "wrong"
 
-    def test_a_method_of_a_dataclass_is_one_of_its_slotted_copy(self, patches):
+    def test_method_of_a_slotted_dataclass_can_be_edited(self, patches):
         patches[Record.__post_init__, "self.value < 0"] = "self.value < 1"
         patches.install()
         with pytest.raises(ValueError, match="negative"):
             Record(0)
 
-    def test_a_closure_keeps_its_variables(self, patches):
+    def test_closure_keeps_its_variables(self, patches):
         count = count_up(1)
         count()
         patches[count, "+= 1"] = "+= 10"
         patches.install()
         assert count() == 12
 
-    def test_a_second_mutant_of_a_module_is_refused(self, patches):
+    def test_second_mutant_of_a_module_is_refused(self, patches):
         patches[Child.number, "own + 1"] = "own + 2"
         patches.install()
         second = Patches()
@@ -127,7 +127,7 @@ class TestEdits:
         second.restore()
         assert (Child().number(), Child().prop) == (30, "right")
 
-    def test_a_traceback_names_the_line(self, patches):
+    def test_traceback_contains_the_original_line(self, patches):
         patches[Child.number, "own + 1"] = "own + int('x')"
         patches.install()
         with pytest.raises(ValueError, match="invalid literal") as raised:
@@ -136,22 +136,22 @@ class TestEdits:
         assert (last.filename, last.line) == (__file__, "own = own + 1")
 
     @pytest.mark.parametrize(("fragment", "times"), [("own + 7", 0), ("own", 4), ("number", 3)])
-    def test_what_is_not_there_once_is_refused(self, patches, fragment, times):
+    def test_fragment_that_does_not_occur_once_is_refused(self, patches, fragment, times):
         with pytest.raises(MutantError, match=rf"once in Child\.number, got it {times} times"):
             patches[Child.number, fragment] = "pass"
 
-    def test_a_function_without_a_source_is_refused(self, patches):
+    def test_function_without_a_source_is_refused(self, patches):
         with pytest.raises(MutantError, match="with a source to edit, got <built-in"):
             patches[len, "x"] = "y"
 
-    def test_an_edit_whose_names_are_gone_is_noted(self, patches):
+    def test_missing_name_in_an_edit_is_recorded(self, patches):
         patches[Child.number, "own + 1"] = "own + self.gone"
         patches.install()
         with pytest.raises(AttributeError):
             Child().number()
         assert "no attribute 'gone'" in patches.outdated
 
-    def test_what_the_rest_of_the_function_raises_of_it_is_not(self, patches):
+    def test_error_outside_of_the_edit_is_not_recorded(self, patches):
         patches[Child.number, "own + 1"] = "None"
         patches.install()
         with pytest.raises(TypeError):

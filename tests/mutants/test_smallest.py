@@ -1,4 +1,4 @@
-"""The table of smallest cases that ships names mutants that exist, by cases that find them."""
+"""Shipped table of smallest cases: each mutant has one, and it finds the mutant."""
 
 import json
 from dataclasses import replace
@@ -17,12 +17,12 @@ from zero_sim.shrink import Size, size_of
 IDS = sorted(smallest_cases())
 
 
-def test_every_mutant_has_one_and_nothing_else():
+def test_exactly_the_mutants_have_a_smallest_case():
     assert {*IDS} == {one.id for one in find_mutants()}
 
 
 @pytest.mark.parametrize("id", IDS)
-def test_the_case_finds_the_mutant_and_nothing_where_it_is_not(pool, id):
+def test_smallest_case_finds_its_mutant_only(pool, id):
     (one,) = find_mutants([id])
     case = smallest_cases()[id]
     with one.apply() as patches:
@@ -34,23 +34,23 @@ def test_the_case_finds_the_mutant_and_nothing_where_it_is_not(pool, id):
 @pytest.mark.parametrize(
     ("id", "least"),
     [
-        # A border between two shards, and an element on either side of it.
+        # A shard boundary with an element on either side of it.
         ("L01", (2, 1, 2, 1, 0)),
-        # A rank that owns nothing: one element, two ranks.
+        # A rank without elements: one element, two ranks.
         ("E03", (2, 1, 1, 1, 0)),
         # The last of several buckets: two, so two params, each as large as a bucket.
         ("B04", (1, 2, 2, 1, 1)),
-        # A param that just fills its bucket.
+        # A param that exactly fills its bucket.
         ("M13", (1, 1, 1, 1, 1)),
-        # Two copies of the state, on a rank each.
+        # Two replicas of the state, on one rank each.
         ("M29", (2, 1, 1, 1, 1)),
-        # Copies, and a sum after each of two micro-batches.
+        # Replicas, and a sum after each of two micro-batches.
         ("M43", (2, 1, 1, 1, 3)),
-        # A division by two rounds nothing: three ranks.
+        # Division by two is exact, so three ranks.
         ("S03", (3, 1, 1, 1, 0)),
-        # What is carried over to the next step, where accumulation begins anew.
+        # State carried over to the next step, when accumulation restarts.
         ("M41", (1, 1, 1, 2, 1)),
-        # As words, "10" comes before "2": eleven pieces.
+        # As strings, "10" sorts before "2": eleven pieces.
         ("M95", (11, 1, 11, 2, 1)),
         # Two groups of two ranks each.
         ("M65", (4, 1, 1, 1, 1)),
@@ -58,12 +58,12 @@ def test_the_case_finds_the_mutant_and_nothing_where_it_is_not(pool, id):
         ("I05", (1, 1, 1, 2, 2)),
     ],
 )
-def test_the_size_is_what_reason_says(id, least):
+def test_size_of_the_smallest_case_is_as_derived(id, least):
     names = ("ranks", "params", "elements", "steps", "features")
     assert size_of(smallest_cases()[id]) == Size(**dict(zip(names, least, strict=True)))
 
 
-def test_its_features_are_known():
+def test_features_of_smallest_cases_are_known():
     features = features_that_found()
     assert features.keys() == {*IDS}
     assert {"layout: param cut once", "model.name=params"} <= features["L01"]
@@ -73,7 +73,7 @@ class TestRecording:
     def trial(self, id, **more):
         return Trial(id=id, killed=True, **more)
 
-    def test_what_was_there_of_other_mutants_stays(self, tmp_path):
+    def test_cases_of_other_mutants_are_kept(self, tmp_path):
         case = replace(smallest_cases()[IDS[0]], name="drawn", description="from somewhere")
         path = tmp_path / "table.json"
         path.write_text('{"A": {"schema": 1}, "B": {"schema": 1}}')
@@ -85,14 +85,14 @@ class TestRecording:
         assert table["B"] == json.loads(SHIPPED.read_text())[IDS[0]]
 
     @pytest.mark.parametrize("text", ["", "[]", '{"A": 1}', "\x00"])
-    def test_something_else_is_not_overwritten(self, tmp_path, text):
+    def test_another_file_is_not_overwritten(self, tmp_path, text):
         path = tmp_path / "table.json"
         path.write_text(text)
         with pytest.raises(UsageError, match="expected a table of smallest cases in"):
             record_smallest([], path)
         assert path.read_text() == text
 
-    def test_a_place_that_cannot_be_is_said(self, tmp_path):
+    def test_unwritable_path_is_refused(self, tmp_path):
         (tmp_path / "file").touch()
         with pytest.raises(UsageError, match="expected to write smallest cases to"):
             record_smallest([], tmp_path / "file" / "table.json")
