@@ -57,7 +57,7 @@ KEPT_FAST = {
     "tests/backends/test_team.py::test_a_worker_that_dies_is_named*": "death of a process",
     "tests/against/test_traps.py::test_right_script_is_equal": "a script judged by itself",
     "tests/against/test_traps.py::test_gradients_left_unreduced*": "a script with a fault",
-    "tests/examples/*::test_a_system_passes_drawn_cases*": "the example systems stay right",
+    "tests/examples/*::test_system_passes_drawn_cases*": "the example systems stay right",
     "tests/run/real/test_nccl.py::test_avg_is_nccls_own_where_it*": "a case on the stand-in device",
 }
 """Patterns of node ids, each with the reason why it runs on every change."""

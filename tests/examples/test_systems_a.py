@@ -1,4 +1,4 @@
-"""Systems with update rules of their own: judged green, and red with a mistake planted."""
+"""Example systems with their own update rules: correct ones pass, planted faults are found."""
 
 import importlib
 import shutil
@@ -79,12 +79,12 @@ MISTAKES = {
         '            state["root_scale"].copy_(scale)\n',
     ),
 }
-"""By system and mistake: a stretch of its source, and what stands there instead."""
+"""Fragment of source and its replacement, by system and mistake."""
 
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
-    """Return a function that imports a system and its adapter anew, maybe with another source."""
+    """Return a function that imports a system and its adapter anew, optionally with an edit."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -105,23 +105,23 @@ def load(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_system_passes_drawn_cases(name, load):
+def test_system_passes_drawn_cases(name, load):
     conformance(load(name), cases=10)()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_system_passes_a_hundred_drawn_cases(name, load):
+def test_system_passes_a_hundred_drawn_cases(name, load):
     conformance(load(name), cases=100, seed=1)()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_adapter_is_short(name):
+def test_adapter_is_short(name):
     lines = (SYSTEMS / f"judge_{name}.py").read_text().splitlines()
     assert sum(bool(line.strip()) for line in lines) <= ADAPTER_LINES_MAX
 
 
 def find_first(target, *, cases):
-    """Return the place of the first drawn case that fails, counted from 1, and its result."""
+    """Return the number of the first drawn case that fails, counted from 1, and its result."""
     with WorldPool() as pool:
         drawn = draws(drawn_cases(target, ranks_max=6, steps_max=3), seed="0")
         for count, scenario in enumerate(islice(drawn, cases), 1):
@@ -132,7 +132,7 @@ def find_first(target, *, cases):
 
 
 @pytest.mark.parametrize(("name", "mistake"), MISTAKES)
-def test_a_mistake_is_found_within_fifty_cases(name, mistake, load):
+def test_mistake_is_found_within_fifty_cases(name, mistake, load):
     assert find_first(load(name, *MISTAKES[name, mistake]), cases=50) is not None
 
 
@@ -149,7 +149,7 @@ name = "own"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_real_processes_judge_a_system(name, load, tmp_path):
+def test_system_is_judged_on_real_processes(name, load, tmp_path):
     load(name)
     (tmp_path / "case.toml").write_text(CASE)
     command = ["run", "case.toml", "--backend", "gloo", "--target", f"judge_{name}:Target"]
@@ -158,7 +158,7 @@ def test_real_processes_judge_a_system(name, load, tmp_path):
     assert "1 passed" in result.output
 
 
-def test_a_bundle_of_a_system_is_found_again_by_replay(load, tmp_path):
+def test_bundle_of_a_system_is_replayed(load, tmp_path):
     load("stacked_muon", "stack, op=dist.ReduceOp.AVG", "stack")
     (tmp_path / "case.toml").write_text(CASE)
     target = ["--target", "judge_stacked_muon:Target"]

@@ -1,4 +1,4 @@
-"""Systems in the manner of known ones, each judged by an adapter of at most 40 lines."""
+"""Example systems modelled on known ones, each with an adapter of at most 40 lines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WITHIN = 50
 
 
 class ScaledStart(dion.Dion):
-    """Power iterations start from something else on each owner."""
+    """Power iterations start from a different matrix on each owner."""
 
     def update(self, param, state, settings):
         started = "q" in state
@@ -43,7 +43,7 @@ class ScaledStart(dion.Dion):
 
 
 class MatricesSent(dion.Dion):
-    """Vectors have owners, too, and are not sent."""
+    """Vectors have owners, too, but are not sent."""
 
     def send(self, owners):
         super().send({param: owner for param, owner in owners.items() if param.ndim > 1})
@@ -58,7 +58,7 @@ class InPlace(hooked.HookedDataParallel):
 
 
 class AveragesSoFar(hooked.HookedDataParallel):
-    """The hook averages what the param has accumulated, with the micro-batches before."""
+    """The hook averages the accumulated gradient, including earlier micro-batches."""
 
     def __init__(self, module, group):
         super().__init__(module, group)
@@ -71,7 +71,7 @@ class AveragesSoFar(hooked.HookedDataParallel):
 
 
 class LastTurnMissing(ring.Ring):
-    """Each rank of more than two keeps its own part of the chunk that would come last."""
+    """With more than two ranks, each keeps its own part of the chunk that comes last."""
 
     def all_reduce(self, flat):
         chunk = flat.chunk(self.size)[(self.rank + 2) % self.size]
@@ -82,7 +82,7 @@ class LastTurnMissing(ring.Ring):
 
 
 class NotReceived(ring.Ring):
-    """Waits until the chunk is sent, and not until the other one is there."""
+    """Waits for its send, but not for its receive."""
 
     def exchange(self, sent, received):
         sending = dist.isend(sent, self.next, group=self.group)
@@ -91,7 +91,7 @@ class NotReceived(ring.Ring):
 
 
 class Undivided(wrapped.Gather):
-    """Backward gives the sum over the ranks."""
+    """Backward returns the sum over the ranks."""
 
     @staticmethod
     def backward(ctx, grad):
@@ -100,7 +100,7 @@ class Undivided(wrapped.Gather):
 
 
 class GatheredOnce(wrapped.Sharded):
-    """Forward has the whole params of the first step."""
+    """Forward uses the unsharded params of the first step."""
 
     def views(self, flat):
         if not flat.requires_grad:
@@ -110,7 +110,7 @@ class GatheredOnce(wrapped.Sharded):
 
 
 class Replicated(shampoo.Shampoo):
-    """Gradients are declared to be the same on all ranks, not parts of a sum."""
+    """Gradients are declared replicated, not partial sums."""
 
     def average_gradients(self):
         for settings in self.param_groups:
@@ -120,7 +120,7 @@ class Replicated(shampoo.Shampoo):
 
 
 class FirstRows(shampoo.Shampoo):
-    """Every rank keeps the first rows of a factor as if these were its own."""
+    """Every rank keeps the first rows of a factor instead of its own."""
 
     def scattered(self, factor):
         right = super().scattered(factor)
@@ -137,14 +137,14 @@ BUGS = {
     InPlace: ("judge_hooked.HookedDataParallel", "equality.grad"),
     AveragesSoFar: ("judge_hooked.HookedDataParallel", "equality.grad"),
     LastTurnMissing: ("ring.Ring", "equality.grad"),
-    # A race, or a call that nobody waited for, by what the drawn case has.
+    # A race or a call without wait(), depending on the drawn case.
     NotReceived: ("ring.Ring", "world."),
     Undivided: ("wrapped.Gather", "equality.grad"),
     GatheredOnce: ("wrapped.Sharded", "equality.params"),
     Replicated: ("judge_shampoo.Shampoo", "equality.grad"),
     FirstRows: ("judge_shampoo.Shampoo", "equality.state"),
 }
-"""Of each bug the name of the class that it stands for, and the check that finds it first."""
+"""Replaced class and first check that finds the bug, by bug."""
 
 
 def target_of(name):
@@ -152,7 +152,7 @@ def target_of(name):
 
 
 def first_failure(target):
-    """The result of the first of the drawn cases that fails."""
+    """Return the result of the first drawn case that fails."""
     drawn = drawn_cases(target, ranks_max=6, steps_max=3)
     cases = islice(draws(drawn, seed="0"), WITHIN)
     results = (run_case(scenario, target=target) for scenario in cases)
@@ -218,7 +218,7 @@ def test_right_system_passes_on_real_processes(tmp_path, monkeypatch, name):
 
 
 def test_bundle_of_a_planted_bug_is_replayed(tmp_path, monkeypatch):
-    """It has the same finding with the bug, and is fixed without."""
+    """The finding is the same with the bug, and fixed without it."""
     monkeypatch.chdir(tmp_path)
     Path("case.toml").write_text(CASE.format(**SETTINGS["dion"]))
     with monkeypatch.context() as planted:
