@@ -1,4 +1,4 @@
-"""The conformance helper judges within the capabilities, finds what is planted, and says where."""
+"""conformance(): judges within capabilities, finds planted faults and locates them."""
 
 import importlib
 import inspect
@@ -49,12 +49,12 @@ from zero_sim.targets import (
 )
 from zero_sim.testing import NotConformant, conformance, scenarios
 
-# The function of the same name hides the module in its package.
+# The function of the same name shadows the module in its package.
 conformance_module = importlib.import_module("zero_sim.testing.conformance")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_optimizer"
 
 AMPLE = 3600.0
-"""Seconds for a search that is to come to its end on a busy machine, too."""
+"""Seconds for a search that must finish even on a busy machine."""
 
 
 class Idle:
@@ -84,7 +84,7 @@ class IdleEngine:
 
 
 def failure_of(target, **options):
-    """What a test of conformance raises."""
+    """Return the error that a conformance test raises."""
     with pytest.raises(NotConformant) as failed:
         conformance(target, **options)()
     return failed.value
@@ -95,7 +95,7 @@ def idle():
     return failure_of(Idle(), cases=20, shrink_seconds=AMPLE)
 
 
-def test_a_failure_shows_the_finding_and_a_scenario_file(idle):
+def test_failure_contains_the_finding_and_a_scenario_file(idle):
     text = str(idle)
     assert "equality.params" in text
     shown = text[text.index("schema = 1") : text.index("Saved as ")]
@@ -104,13 +104,13 @@ def test_a_failure_shows_the_finding_and_a_scenario_file(idle):
 
 
 class Premultiplies(Ruled):
-    """A system that is right, and declares none of its rules."""
+    """A correct system that declares none of its rules."""
 
     def __init__(self):
         super().__init__({"divide": "premul", "told": "not"}, dtypes=("fp32",), models=("mlp",))
 
 
-def test_a_failure_leads_to_the_rules_of_the_system():
+def test_failure_proposes_the_rules_of_the_system():
     failed = failure_of(Premultiplies(), cases=40, shrink_seconds=AMPLE)
     said = str(failed)
     assert "Not compared, because the target does not report it: " in said
@@ -122,7 +122,7 @@ def test_a_failure_leads_to_the_rules_of_the_system():
 
 
 class Params(Engine):
-    """An engine around an optimizer of torch, of which nothing but params is shown."""
+    """An engine around a torch optimizer that reports only params."""
 
     def __init__(self, module, scenario, group):
         super().__init__(module, scenario, group, averages=False, keeps=False)
@@ -146,7 +146,7 @@ class Sums(Idle):
 
 
 class OfTokens(Params):
-    """Losses are multiplied by ranks over tokens: a right mean that its target does not declare."""
+    """Losses scaled by ranks over tokens: a correct mean that the target does not declare."""
 
     def backward(self, loss, *, last_micro, rows):
         data, ranks = self.scenario.data, self.group.size()
@@ -179,7 +179,9 @@ ONE_STEP = Scenario(
 
 
 def what_is_said(target, *, ranks, seed):
-    """What `conformance` says of one case besides the finding, and what the finding says."""
+    """Return the explanation that `conformance` adds for one case, and the detail of its
+    finding.
+    """
     case = replace(ONE_STEP, world=WorldSpec(size=ranks), run=RunSpec(steps=1, seed=seed))
     with WorldPool() as pool:
         judge = partial(run_case, pool=pool, target=target)
@@ -190,7 +192,7 @@ def what_is_said(target, *, ranks, seed):
         return conformance_module._explain_rules(case, result, subject), result.findings[0].detail
 
 
-def test_a_rule_is_proposed_where_cases_of_sgd_on_several_ranks_confirm_it():
+def test_rule_confirmed_by_sgd_on_several_ranks_is_proposed():
     led, _ = what_is_said(Sums(("adamw", "sgd")), ranks=2, seed=1)
     assert led.endswith(
         "If this is intended, declare Numerics(divide='none'): with it, this case passes and so "
@@ -198,14 +200,14 @@ def test_a_rule_is_proposed_where_cases_of_sgd_on_several_ranks_confirm_it():
     )
 
 
-def test_no_rule_is_proposed_of_an_optimizer_that_hides_factors():
+def test_no_rule_is_proposed_if_the_optimizer_hides_factors():
     led, detail = what_is_said(Sums(("adamw",)), ranks=2, seed=1)
     assert "No rule is proposed: the target supports no case that distinguishes rules" in led
     assert "these are the bits of divide = 'none'.\nNo rule is proposed: params that a" in detail
     assert "declare Numerics" not in led + detail
 
 
-def test_no_rule_is_proposed_that_fits_one_rank_alone():
+def test_no_rule_is_proposed_that_fits_only_one_rank():
     led, detail = what_is_said(ByTokens(("adamw", "sgd")), ranks=1, seed=6)
     assert "bits of divide = 'none' or divide_by = 'ranks' or divide_by = 'micro-ba" in detail
     assert "No rule is proposed: a case of one rank does not tell rules apart" in detail
@@ -213,12 +215,11 @@ def test_no_rule_is_proposed_that_fits_one_rank_alone():
     assert "declare Numerics" not in led + detail
 
 
-def test_a_failure_that_no_rule_explains_says_so(idle):
+def test_failure_without_an_explaining_rule_is_stated(idle):
     assert "No other known rule makes it pass." in str(idle)
 
 
-def test_the_command_that_is_shown_repeats_it(tmp_path, monkeypatch):
-    """With the case that is shown in the file that it names."""
+def test_printed_command_reproduces_the_failure(tmp_path, monkeypatch):
     source = "\n\n".join(map(inspect.getsource, (Idle, IdleEngine)))
     (tmp_path / "an_idle_target.py").write_text(source)
     monkeypatch.chdir(tmp_path)
@@ -231,7 +232,7 @@ def test_the_command_that_is_shown_repeats_it(tmp_path, monkeypatch):
     assert "equality.params" in done.output
 
 
-def test_a_target_without_a_name_is_to_be_named():
+def test_unnamed_target_gets_a_placeholder_in_the_command():
     target = Idle()
     target.option = 3
     with pytest.raises(NotConformant, match="--target MODULE:NAME") as failed:
@@ -239,31 +240,33 @@ def test_a_target_without_a_name_is_to_be_named():
     assert "with the name under which a module has this target" in str(failed.value)
 
 
-def test_what_fails_shrinks_to_one_rank_and_one_element(idle):
+def test_failure_shrinks_to_one_rank_and_one_element(idle):
     scenario = idle.scenario
     assert (scenario.world.size, scenario.model.shapes, scenario.run.steps) == (1, ((1,),), 1)
 
 
-def test_what_was_before_and_how_many_cases_it_took_is_said(idle):
+def test_failure_contains_sizes_before_and_after_shrinking(idle):
     text = str(idle)
     assert re.search(r"\n  before      \d+ ranks?, \d+ params?, ", text)
     assert re.search(r"\n  smallest    1 rank, 1 param, 1 element.*; \d+ cases?, \d+\.\d s", text)
 
 
-def test_a_search_that_has_no_time_says_so():
+def test_search_without_time_is_stated():
     with pytest.raises(NotConformant, match=r"; 0 cases, \d+\.\d s; stopped by the limit on time"):
         conformance(Idle(), cases=20, shrink_seconds=0)()
 
 
 def differing(scenario, *, by, manner="values"):
-    """A result with a difference of so large a part."""
+    """Return a failed result with a relative difference of `by`."""
     evidence = Evidence(start=0, expected=torch.ones(2), got=torch.ones(2) * (1 - by))
     found = Finding(check="equality.params", message="m", manner=manner, evidence=evidence)
     return CaseResult(id=scenario.name, verdict="fail", seconds=0.0, findings=(found,))
 
 
 def judged_by(monkeypatch, results):
-    """Cases that come to these results, one after the other, and to passes after them."""
+    """Replace `run_case` by these results in order, then passes. Returns the list of judged
+    cases.
+    """
     judged, left = [], iter(results)
 
     def judge(scenario, **_):
@@ -275,7 +278,7 @@ def judged_by(monkeypatch, results):
     return judged
 
 
-def test_the_case_with_the_largest_difference_is_shown(monkeypatch):
+def test_case_with_the_largest_difference_is_shown(monkeypatch):
     judged = judged_by(
         monkeypatch,
         [
@@ -290,7 +293,7 @@ def test_the_case_with_the_largest_difference_is_shown(monkeypatch):
     assert "equality.params: 3 of 5 cases (values 2, one-ulp 1)" in str(failed)
 
 
-def test_drawing_ends_with_the_first_finding_that_is_no_difference_of_values(monkeypatch):
+def test_drawing_ends_at_the_first_finding_other_than_values(monkeypatch):
     def deadlock(scenario):
         found = Finding(check="world.deadlock", message="m")
         return CaseResult(id=scenario.name, verdict="fail", seconds=0.0, findings=(found,))
@@ -298,12 +301,12 @@ def test_drawing_ends_with_the_first_finding_that_is_no_difference_of_values(mon
     judged = judged_by(monkeypatch, [partial(differing, by=0.3), deadlock, deadlock])
     failed = failure_of(Idle(), cases=20, shrink_seconds=0)
     assert failed.scenario.run == judged[1].run
-    # What comes behind them is asked for rules.
+    # Later cases are judged only to check rules.
     assert "2 of 2 cases" not in str(failed)
     assert "world.deadlock: 1 of 2 cases" in str(failed)
 
 
-def test_no_case_that_a_target_refuses_is_tried():
+def test_refused_cases_are_not_judged():
     class Picky(Idle):
         def refuses(self, scenario):
             ranks = scenario.world.size
@@ -313,7 +316,7 @@ def test_no_case_that_a_target_refuses_is_tried():
     assert failed.scenario.world.size == 2
 
 
-def test_a_case_that_could_not_be_judged_is_shown_as_it_is(monkeypatch):
+def test_case_that_ends_in_an_error_is_shown_unshrunk(monkeypatch):
     judged = []
 
     def judge(scenario, **_):
@@ -326,7 +329,7 @@ def test_a_case_that_could_not_be_judged_is_shown_as_it_is(monkeypatch):
     assert len(judged) == 1
 
 
-def test_the_same_seed_draws_the_same_cases():
+def test_same_seed_draws_the_same_cases():
     drawn = []
 
     class Watching(Idle):
@@ -341,7 +344,7 @@ def test_the_same_seed_draws_the_same_cases():
     assert drawn[:half] == drawn[half:]
 
 
-def test_cases_that_could_have_shown_nothing_are_no_pass(monkeypatch):
+def test_only_inconclusive_cases_are_a_failure(monkeypatch):
     def judge(scenario, **_):
         return CaseResult(id=scenario.name, verdict="inconclusive", seconds=0.0)
 
@@ -350,7 +353,7 @@ def test_cases_that_could_have_shown_nothing_are_no_pass(monkeypatch):
         conformance(Idle(), cases=2)()
 
 
-def test_what_excludes_all_cases_is_named(monkeypatch):
+def test_declaration_that_excludes_all_cases_is_named(monkeypatch):
     monkeypatch.setattr(drawing, "_FRUITLESS_DRAWS_MAX", 100)
 
     class Excluded(Idle):
@@ -361,7 +364,7 @@ def test_what_excludes_all_cases_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize("name", target_names())
-def test_what_is_drawn_is_within_the_capabilities(name):
+def test_drawn_cases_are_within_capabilities(name):
     target = find_target(name)
 
     @given(scenario=scenarios(target))
@@ -373,7 +376,7 @@ def test_what_is_drawn_is_within_the_capabilities(name):
     check()
 
 
-def test_every_optimizer_that_is_declared_is_drawn():
+def test_every_declared_optimizer_is_drawn():
     cases = islice(draws(drawn_cases(find_target("torch-ddp")), seed="0"), 1500)
     seen: set[OptimizerName] = {case.optimizer.name for case in cases}
     assert seen == set(find_target("torch-ddp").capabilities.optimizers)
@@ -387,19 +390,19 @@ def run_example(folder):
     )  # fmt: skip
 
 
-def test_the_example_package_passes():
+def test_example_package_passes():
     result = run_example(EXAMPLE)
     assert result.returncode == 0, result.stdout
     assert "1 passed" in result.stdout
 
 
-def test_an_off_by_one_in_the_example_is_found_with_a_small_case(tmp_path):
+def test_off_by_one_in_the_example_is_found_with_a_small_case(tmp_path):
     folder = tmp_path / "my_optimizer"
     shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("__pycache__"))
     source = folder / "my_optimizer" / "sharded_adamw.py"
     right = "rank * least + min(rank, longer)"
     assert right in source.read_text()
-    # The elements that are left over where it does not divide go to nobody.
+    # No rank owns the elements that remain after the division.
     source.write_text(source.read_text().replace(right, "rank * least"))
     judged = folder / "test_my_optimizer.py"
     judged.write_text(judged.read_text().replace("cases=50", f"cases=50, shrink_seconds={AMPLE}"))
@@ -413,8 +416,8 @@ def test_an_off_by_one_in_the_example_is_found_with_a_small_case(tmp_path):
     assert scenario.model.shapes in (((),), ((1,),))
 
 
-def test_a_case_that_passes_by_params_only_is_judged_with_sgd(monkeypatch):
-    """What fails is shown as a case with SGD, which fails by itself."""
+def test_case_judged_by_params_only_is_repeated_with_sgd(monkeypatch):
+    """The failure is shown as a case with SGD that fails on its own."""
     monkeypatch.setattr(conformance_module, "draws", lambda *_, **__: repeat(CASE))
     failed = failure_of(Undivided(), cases=1, shrink_seconds=AMPLE)
     assert "found with SGD in place of AdamW" in str(failed)
@@ -429,7 +432,7 @@ def test_a_case_that_passes_by_params_only_is_judged_with_sgd(monkeypatch):
         (["full", "full"], "2 pass", "full"),
     ],
 )
-def test_a_pass_says_how_many_cases_pass_by_params_only(monkeypatch, capsys, scopes, said, scope):
+def test_pass_counts_cases_judged_by_params_only(monkeypatch, capsys, scopes, said, scope):
     def came(scenario, verdict="pass", scope="full"):
         return CaseResult(id=scenario.name, verdict=verdict, scope=scope, seconds=0.0)
 

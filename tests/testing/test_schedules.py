@@ -1,4 +1,4 @@
-"""All schedules of a small program, and schedules that shrink."""
+"""Exhaustive exploration of schedules, and schedules that shrink."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from zero_sim.testing.worlds import schedules, world_settings
 
 
 def independent(rank):
-    """One turn a rank and no more."""
+    """Take one turn per rank."""
     return rank
 
 
@@ -26,7 +26,7 @@ def barriers(rank):
 
 
 def last_comes_first(rank):
-    """Fails where rank 2 sends before the others do."""
+    """Fail if rank 2 sends before the others do."""
     if rank:
         dist.send(torch.tensor([float(rank)]), 0)
         return None
@@ -39,7 +39,7 @@ def last_comes_first(rank):
 
 
 async def unrun(results):
-    """Never awaited."""
+    """Is never awaited."""
 
 
 def yields(results):
@@ -47,25 +47,25 @@ def yields(results):
 
 
 class TestExplore:
-    """Depth first, each schedule once, failures with what repeats them."""
+    """explore(): depth first, each schedule once, failures with their schedule."""
 
     @pytest.mark.parametrize(("size", "count"), [(1, 1), (2, 2), (3, 6), (4, 24)])
-    def test_independent_ranks_have_as_many_schedules_as_permutations(self, size, count):
+    def test_independent_ranks_have_one_schedule_per_permutation(self, size, count):
         result = explore(independent, size, runs_max=100)
         assert (result.runs, result.complete, result.failures) == (count, True, ())
         assert result.interleavings == 1
 
-    def test_a_bound_stops_it(self):
+    def test_runs_max_stops_exploration(self):
         result = explore(independent, 4, runs_max=5)
         assert (result.runs, result.complete) == (5, False)
 
-    def test_interleavings_are_told_apart(self):
+    def test_interleavings_are_counted_separately(self):
         result = explore(barriers, 2, runs_max=1000)
         assert result.complete
         assert 1 < result.interleavings <= result.runs
 
     @pytest.mark.parametrize("timing", ["eager", "lazy", "hostile"])
-    def test_every_failure_carries_what_repeats_it(self, timing):
+    def test_failure_contains_a_schedule_that_repeats_it(self, timing):
         result = explore(last_comes_first, 3, runs_max=1000, timing=timing)
         assert result.complete
         assert 0 < len(result.failures) < result.runs
@@ -76,7 +76,7 @@ class TestExplore:
                         world.run(last_comes_first)
                     assert tuple(world.log.turns) == failure.turns
 
-    def test_a_check_of_the_results_may_fail_a_run(self):
+    def test_failed_check_of_results_fails_the_run(self):
         def source(rank):
             try:
                 return last_comes_first(rank)
@@ -93,39 +93,39 @@ class TestExplore:
     @pytest.mark.parametrize(
         ("returned", "failures"), [(None, 0), (True, 0), (False, 2), (torch.tensor(False), 2)]
     )
-    def test_a_check_that_returns_false_fails_the_run(self, returned, failures):
+    def test_check_that_returns_false_fails_the_run(self, returned, failures):
         result = explore(independent, 2, check=lambda results: returned)
         assert len(result.failures) == failures
         for failure in result.failures:
             assert "got " + repr(returned) + " for the results [0, 1]" in str(failure.error)
 
     @pytest.mark.parametrize("calls", [unrun, yields])
-    def test_a_check_that_returns_what_never_ran_fails_the_run(self, calls):
+    def test_check_that_returns_a_coroutine_or_generator_fails_the_run(self, calls):
         result = explore(independent, 2, check=lambda results: calls(results))
         assert len(result.failures) == 2
 
-    def test_a_check_whose_answer_is_no_truth_value_fails_the_run(self):
+    def test_check_without_a_truth_value_fails_the_run(self):
         result = explore(independent, 1, check=lambda results: torch.ones(2) == 1)
         assert [type(failure.error) for failure in result.failures] == [RuntimeError]
 
     @pytest.mark.parametrize("check", ["r[0] == 1", 5, False, unrun, yields])
-    def test_a_check_that_cannot_be_called_is_refused(self, check):
+    def test_check_that_is_no_function_is_refused(self, check):
         with pytest.raises(UsageError, match=r"^expected check to .*, got .*\. Pass a function of"):
             explore(independent, 2, check=check)
 
     @pytest.mark.parametrize("schedule", ["random", Choices(()), None])
-    def test_a_schedule_is_refused(self, schedule):
+    def test_schedule_argument_is_refused(self, schedule):
         with pytest.raises(UsageError, match="expected no schedule, because explore runs all"):
             explore(independent, 2, schedule=schedule)
 
     @pytest.mark.parametrize(
         ("bound", "words"), [("5", "expected runs_max to be an integer"), (0, "runs_max")]
     )
-    def test_a_bound_that_is_no_number_of_runs_is_refused(self, bound, words):
+    def test_invalid_runs_max_is_refused(self, bound, words):
         with pytest.raises(UsageError, match=words):
             explore(independent, 2, runs_max=bound)
 
-    def test_a_thousand_runs_are_the_bound_if_none_is_given(self):
+    def test_runs_max_is_1000_by_default(self):
         result = explore(independent, 7)
         assert (result.runs, result.complete) == (1000, False)
 
@@ -136,9 +136,9 @@ SMALLEST = hypothesis.settings(
 
 
 class TestStrategies:
-    """Schedules drawn by Hypothesis shrink to the few choices that matter."""
+    """Schedules drawn by Hypothesis: they shrink to the few choices that matter."""
 
-    def test_a_planted_fault_shrinks_to_the_one_choice_it_needs(self, world_of):
+    def test_planted_fault_shrinks_to_the_choice_it_needs(self, world_of):
         def fails(recipe):
             try:
                 world_of(3, schedule=recipe).run(last_comes_first)
@@ -157,7 +157,7 @@ class TestStrategies:
         smallest = hypothesis.find(world_settings(), lambda found: True, settings=SMALLEST)
         assert smallest == {"schedule": Choices(()), "timing": "eager", "seed": 0}
 
-    def test_a_missing_wait_shrinks_to_the_first_late_timing(self, world_of):
+    def test_missing_wait_shrinks_to_the_first_late_timing(self, world_of):
         def fails(settings):
             def program(rank):
                 x = torch.ones(1)
@@ -172,7 +172,7 @@ class TestStrategies:
         smallest = hypothesis.find(world_settings(picks_max=8), fails, settings=SMALLEST)
         assert smallest == {"schedule": Choices(()), "timing": "lazy", "seed": 0}
 
-    def test_a_case_and_its_schedule_shrink_together(self, world_of):
+    def test_case_and_its_schedule_shrink_together(self, world_of):
         cases = st.tuples(st.integers(0, 50), schedules(picks_max=10, ready_max=3))
 
         def fails(case):
@@ -192,7 +192,7 @@ class TestStrategies:
         assert elems == 3
         assert sum(recipe.choices) <= 2
 
-    def test_the_simulator_does_not_import_hypothesis(self):
+    def test_simulator_does_not_import_hypothesis(self):
         script = "import sys, zero_sim.sim; print('hypothesis' in sys.modules)"
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", script],
