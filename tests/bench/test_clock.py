@@ -1,4 +1,4 @@
-"""Processor time is counted for all processes, and only while they work."""
+"""Processor time of a process tree."""
 
 import subprocess
 import sys
@@ -12,13 +12,13 @@ def spend(seconds):
     subprocess.run([sys.executable, "-c", _WORK.format(seconds)], check=True)
 
 
-def test_work_of_a_process_that_ended_counts():
+def test_time_of_an_ended_process_counts():
     began = tree_seconds()
     spend(0.2)
     assert tree_seconds() - began >= 0.2
 
 
-def test_work_of_a_process_that_lives_counts():
+def test_time_of_a_living_process_counts():
     began = tree_seconds()
     code = f"{_WORK.format(0.2)}\nprint(flush=True)\ninput()"
     living = subprocess.Popen(
@@ -30,11 +30,11 @@ def test_work_of_a_process_that_lives_counts():
     assert counted >= 0.2
 
 
-def test_a_pair_holds_the_time_of_each():
+def test_pair_contains_the_time_of_each():
     ((one, other),) = pairs(lambda: spend(0.3), lambda: None, 1)
     assert one >= 0.3
     assert other < one
 
 
-def test_a_ratio_is_the_median_of_pairs():
+def test_ratio_is_the_median_of_pairs():
     assert ratio([(1.0, 1.0), (6.0, 2.0), (100.0, 1.0)]) == 3.0

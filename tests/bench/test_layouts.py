@@ -1,4 +1,4 @@
-"""What the benchmark counts is done: each drawn layout is looked at."""
+"""Layout benchmark: every drawn layout is checked."""
 
 from dataclasses import replace
 
@@ -14,13 +14,13 @@ POLICY = LayoutPolicy(shard_count=2)
 
 
 def without(param):
-    """The layout with one of its params left out."""
+    """Return the layout without one of its params."""
     (bucket,) = BUFFER.buckets
     kept = tuple(placed for placed in bucket.params if placed.name != param)
     return SPECS, POLICY, (replace(BUFFER, buckets=(replace(bucket, params=kept),)),)
 
 
-def test_a_layout_that_covers_all_is_taken():
+def test_complete_layout_is_accepted():
     require_cover((SPECS, POLICY, (BUFFER,)))
 
 

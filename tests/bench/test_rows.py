@@ -1,4 +1,4 @@
-"""The benchmark takes the figures that are asked for, each beside its goal."""
+"""Rows of the benchmark: requested figures with their goals."""
 
 import re
 
@@ -10,18 +10,18 @@ from zero_sim.bench.rows import ROWS, run_benchmarks
 from zero_sim.errors import EnvironmentProblem, UsageError
 
 
-def test_names_tell_figures_apart():
+def test_figure_names_are_unique():
     names = [figure.name for row in ROWS for figure in row.figures]
     assert len({*names}) == len(names)
 
 
-def test_only_figures_that_are_asked_for_are_taken():
+def test_only_requested_figures_are_measured():
     (taken,) = run_benchmarks(only="mismatch named")
     assert taken.value > 0
     assert taken.ok is (taken.value <= taken.goal)
 
 
-def test_a_part_that_no_name_has_is_refused():
+def test_unknown_figure_is_refused():
     with pytest.raises(
         UsageError, match=r"got 'mismach'\. Did you mean 'mismatch'\? Figures: warm"
     ):
@@ -29,7 +29,7 @@ def test_a_part_that_no_name_has_is_refused():
 
 
 @pytest.mark.parametrize(("value", "ok"), [(1999.0, False), (2000.0, True)])
-def test_a_goal_may_be_the_least(monkeypatch, value, ok):
+def test_goal_may_be_a_minimum(monkeypatch, value, ok):
     figure = rows._figure("a", "a second", least=2000.0)
     monkeypatch.setattr(rows, "ROWS", (rows._row(figure, take=lambda: value),))
     (taken,) = run_benchmarks()
@@ -37,11 +37,11 @@ def test_a_goal_may_be_the_least(monkeypatch, value, ok):
 
 
 @pytest.mark.parametrize("peer", ["threaded", "in-lock-step"])
-def test_a_program_runs_on_peers(peer):
+def test_program_runs_on_peers(peer):
     assert ratio_of("all-reduce", peer=peer, repeats=1) > 0
 
 
-def test_what_a_peer_cannot_run_is_said():
+def test_unsupported_peer_is_an_environment_problem():
     with pytest.raises(EnvironmentProblem, match=re.escape("expected ddp in-lock-step to run")):
         ratio_of("ddp", peer="in-lock-step", repeats=1)
 
