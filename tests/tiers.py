@@ -55,8 +55,8 @@ KEPT_FAST = {
     "tests/run/real/test_ranks.py::test_a_wrong_element_is_found*[[]plain]": "a case on gloo",
     "tests/run/real/test_ranks.py::test_a_worker_that_dies_costs_one_case": "death of a process",
     "tests/backends/test_team.py::test_a_worker_that_dies_is_named*": "death of a process",
-    "tests/against/test_traps.py::test_right_script_is_equal": "a script judged by itself",
-    "tests/against/test_traps.py::test_gradients_left_unreduced*": "a script with a fault",
+    "tests/against/test_traps.py::test_correct_script_is_equal": "a script judged by itself",
+    "tests/against/test_traps.py::test_unreduced_gradients_are_different*": "a script with a fault",
     "tests/examples/*::test_system_passes_drawn_cases*": "the example systems stay right",
     "tests/run/real/test_nccl.py::test_avg_is_nccls_own_where_it*": "a case on the stand-in device",
 }

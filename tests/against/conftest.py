@@ -1,4 +1,4 @@
-"""Verdicts on scripts in `scripts/`, and on scripts that a test writes."""
+"""Verdicts on scripts in `scripts/` and on scripts written by a test."""
 
 import warnings
 from dataclasses import replace
@@ -35,10 +35,10 @@ def average():
 
 @pytest.fixture
 def judged(monkeypatch, tmp_path):
-    """Judges a script on some ranks by the same on one, or by other arguments.
+    """Judge a script on some ranks against the same on one rank, or with other arguments.
 
-    `one` are the arguments of the side to compare with, on `one_ranks` ranks. `stopped` are those
-    of a run that stops before the judged one resumes.
+    `one` are the arguments of the reference run, on `one_ranks` ranks. `stopped` are those of a run
+    that stops before the judged one resumes.
     """
 
     def run(
@@ -70,7 +70,7 @@ def judged(monkeypatch, tmp_path):
         ]
         if stopped is not None:
             sides[1] = replace(sides[1], earlier_arguments=stopped)
-        # Warnings of torch are the script's own.
+        # Warnings of torch belong to the script.
         monkeypatch.setattr(warnings, "filters", [])
         warnings.simplefilter("ignore")
         prepared = prepare(

@@ -1,4 +1,4 @@
-"""Scripts with dropout: equal masks on all ranks, and what cannot have them."""
+"""Scripts with dropout: equal masks on all ranks, and refused models."""
 
 import pytest
 
@@ -68,12 +68,12 @@ MODELS = {
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_right_script_with_dropout_is_equal(judged, model):
+def test_correct_script_with_dropout_is_equal(judged, model):
     assert judged("train.py", code=MODELS[model] + LOOP).verdict.outcome == "equal"
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_masks_are_those_of_one_rank_on_any_number(judged, ranks):
+def test_masks_equal_those_of_one_rank_on_any_number_of_ranks(judged, ranks):
     verdict = judged("train.py", "2", ranks=ranks, one=(), code=ENCODER + LOOP).verdict
     assert verdict.outcome == "equal"
 
@@ -107,7 +107,7 @@ model.insert(1, Own())
 """
 
 
-def test_features_that_ranks_share_are_refused_by_name(judged):
+def test_dropout_of_features_shared_by_ranks_is_refused_by_name(judged):
     half = "torch.nn.functional.dropout(x.chunk(ranks, 1)[rank], 0.4).repeat(1, ranks)"
     verdict = judged("train.py", code=OWN.format(result=half) + LOOP).verdict
     assert verdict.outcome == "unsupported"
@@ -125,7 +125,7 @@ def test_dropout_of_rows_in_the_last_dimension_is_refused_by_name(judged):
     "module",
     ["Sequential(torch.nn.AlphaDropout(0.1))", "BatchNorm1d(6)", "GRU(6, 6, 2, dropout=0.1)"],
 )
-def test_modules_that_draw_or_normalise_otherwise_are_refused_by_name(judged, module):
+def test_modules_with_other_random_or_batch_effects_are_refused_by_name(judged, module):
     own = OWN.format(result="self.own(x)[0] if type(self.own) is torch.nn.GRU else self.own(x)")
     code = f"{own}model[1].own = torch.nn.{module}\n{LOOP}"
     verdict = judged("train.py", code=code).verdict

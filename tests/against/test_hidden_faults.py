@@ -1,11 +1,11 @@
-"""Faults that training in one process hides, each after a public report."""
+"""Faults hidden by training in one process, each after a public report."""
 
 import pytest
 
 from zero_sim.against.account import account_of
 from zero_sim.against.text import render
 
-# Averages of the weights that follow at every micro-batch, not at every step.
+# Averages of weights, updated after every micro-batch instead of every step.
 AVERAGED = """
 import contextlib, copy
 from torch.nn.parallel import DistributedDataParallel
@@ -32,14 +32,14 @@ with torch.no_grad():
 """
 
 
-def test_average_that_follows_at_each_micro_batch_is_different(judged):
+def test_weight_average_updated_per_micro_batch_is_different(judged):
     verdict = judged("train.py", code=AVERAGED.format(each_micro=True)).verdict
     assert verdict.outcome == "different"
     assert "a forward without gradients used it: module 2" in verdict.differences[0].point.text
     assert judged("train.py", code=AVERAGED.format(each_micro=False)).verdict.outcome == "equal"
 
 
-# The loss is a rank's mean times the ranks, and is not divided by the micro-batches.
+# The loss is a rank's mean times the ranks, not divided by the micro-batches.
 UNDIVIDED = """
 count = int(sys.argv[1]) // ranks
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -55,7 +55,7 @@ DIVIDED = UNDIVIDED.format(loss="loss_of(model, micro) / count")
 
 
 @pytest.mark.parametrize(("code", "expected"), [(HIDDEN, "different"), (DIVIDED, "equal")])
-def test_missing_division_is_seen_with_other_micro_batches(judged, code, expected):
+def test_missing_division_is_found_with_other_micro_batches(judged, code, expected):
     assert judged("train.py", "4", code=code).verdict.outcome == "equal"
     comparison = judged("train.py", "4", code=code, ranks=1, one=("2",))
     assert comparison.verdict.outcome == expected

@@ -1,4 +1,4 @@
-"""Integers summed in a float format, which a comparison in float64 repairs."""
+"""Integers summed in a float format, a fault hidden by a comparison in float64."""
 
 import pytest
 
@@ -41,11 +41,11 @@ def test_counts_in_bfloat16_are_named(judged):
 
 
 @pytest.mark.parametrize(("dtype", "rows"), [("torch.int64", 2800), ("torch.float32", 280)])
-def test_counts_that_are_exact_are_not_named(judged, dtype, rows):
+def test_exact_counts_are_not_named(judged, dtype, rows):
     assert not noted(judged, dtype, rows)
 
 
-def test_counts_in_float32_are_exact_for_long(judged):
+def test_counts_in_float32_are_exact_up_to_its_limit(judged):
     code = COUNTS.replace(".to(torch.bfloat16)", "").replace(".bfloat16()", "")
     verdict = judged("train.py", code=code.format(dtype="torch.float32", rows=2800)).verdict
     assert not verdict.notes

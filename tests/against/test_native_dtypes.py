@@ -1,4 +1,4 @@
-"""Scripts see the dtypes that they asked for, while every float is stored as float64."""
+"""Native dtypes: scripts observe the dtypes they requested, while floats are stored in float64."""
 
 import copy
 import io
@@ -119,7 +119,7 @@ def test_new_floats_are_stored_in_float64(make):
     assert tensor.dtype is torch.float32
 
 
-def test_meta_params_become_float64_when_they_get_memory():
+def test_meta_params_are_stored_in_float64_when_materialised():
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     model.to_empty(device="cpu")
@@ -140,7 +140,7 @@ def test_checkpoint_keeps_all_digits():
     assert third.dtype is torch.float32
 
 
-def test_gradient_scaler_under_autocast():
+def test_gradient_scaler_works_under_autocast():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
@@ -166,7 +166,7 @@ def test_view_of_a_float_as_integers_is_refused_by_name():
         torch.zeros(2).view(torch.int32)
 
 
-def test_complex_numbers_follow():
+def test_complex_numbers_have_native_dtypes():
     spectrum = torch.fft.rfft(torch.randn(8))
     assert spectrum.dtype is torch.complex64
     assert spectrum.abs().dtype is torch.float32

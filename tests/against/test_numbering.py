@@ -1,4 +1,4 @@
-"""Modules that each rank numbers in its own way."""
+"""Modules with other numbers on each rank."""
 
 import pytest
 
@@ -29,7 +29,7 @@ WRONG = "    if rank: model.tables[0].bias.grad *= 1.5\n    optimizer.step()"
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_modules_of_own_numbers_are_compared(judged, ranks):
+def test_renumbered_modules_are_compared(judged, ranks):
     comparison = judged("train.py", code=TABLES, ranks=ranks, all_read_all=True)
     assert comparison.verdict.outcome == "equal"
     names = {point.name for point in comparison.measurement.measured}
@@ -64,7 +64,7 @@ for step in range(2):
 KNOWN = {"a.0.w": "x", "a.0.b": "0", "a.1.w": "y", "a.1.b": "0"}
 
 
-def test_other_names_only_where_they_are_certain():
+def test_prefixes_are_changed_only_if_unambiguous():
     assert other_prefixes({"a.0.w": "y", "a.0.b": "0"}, KNOWN) == {"a.0": "a.1"}
     assert other_prefixes(KNOWN, KNOWN) == {}
     assert other_prefixes({"a.0.w": "z", "a.0.b": "0"}, KNOWN) == {}

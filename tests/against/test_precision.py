@@ -1,4 +1,6 @@
-"""What float64 repairs: a warning in the script's own dtypes, and dtypes that nothing declares."""
+"""Precision faults hidden by float64: a warning in the script's own dtypes, and undeclared
+dtypes.
+"""
 
 import pytest
 
@@ -23,7 +25,7 @@ def mean_of(grad):
 
 @pytest.fixture
 def measured(judged):
-    """Judges a script in float64, where it is equal, and then in its own dtypes."""
+    """Judge a script in float64, in which it is equal, and then in its own dtypes."""
 
     def run(setup, reduces):
         comparison = judged("train.py", code=STEPS.format(setup=setup, reduces=reduces))
@@ -36,7 +38,7 @@ def measured(judged):
 @pytest.mark.parametrize(
     "setup", ["", "model.bfloat16()\nplain = rows\nrows = lambda step: plain(step).bfloat16()"]
 )
-def test_right_script_is_not_warned_of(measured, setup):
+def test_correct_script_causes_no_warning(measured, setup):
     report = measured(setup, "average()")
     assert report.compared_count > 10
     assert not report.above
@@ -44,7 +46,7 @@ def test_right_script_is_not_warned_of(measured, setup):
     assert "of 6 runs with only rounding noise, 0 would cause a warning" in report.text
 
 
-def test_reduction_in_bfloat16_of_several_ranks_is_a_warning(measured):
+def test_bfloat16_reduction_on_several_ranks_is_a_warning(measured):
     report = measured(MEAN, f"{NARROW} if ranks > 1 else average()")
     assert report.above
     assert "warning of precision" in report.text
@@ -52,7 +54,7 @@ def test_reduction_in_bfloat16_of_several_ranks_is_a_warning(measured):
     assert "(float32, " in report.text
 
 
-def test_params_that_start_alike_are_not_warned_of(judged):
+def test_starts_alike_prevents_a_warning_of_different_starts(judged):
     code = "for p in model.parameters(): p.data.mul_(ranks)\n"
     code = STEPS.format(setup=code, reduces="average()")
     comparison = judged("train.py", code=code, starts_alike=True)
@@ -61,7 +63,7 @@ def test_params_that_start_alike_are_not_warned_of(judged):
     assert not measure_precision(*sides, seed=0, starts_alike=True).above
 
 
-def test_failure_in_native_dtypes_is_told(measured):
+def test_failure_in_native_dtypes_is_reported(measured):
     vanishes = "1 / (torch.tensor(1e-9) + 1.0 - 1.0).mul(ranks - 1).item() if ranks > 1 else 0"
     report = measured("", f"average()\n    {vanishes}")
     assert report.trouble.startswith("2 ranks fail in their own dtypes: ")
@@ -71,7 +73,7 @@ def notes_of(judged, setup, reduces):
     return judged("train.py", code=STEPS.format(setup=setup, reduces=reduces)).verdict.notes
 
 
-def test_reduction_in_another_dtype_than_that_of_params_is_noted(judged):
+def test_reduction_in_another_dtype_than_params_is_noted(judged):
     (note,) = notes_of(judged, MEAN, NARROW)
     assert "gradients are reduced in bfloat16, but params and settings declare float32" in note
     assert "all_reduce at train.py" in note
@@ -102,11 +104,11 @@ DECLARED = {
 
 
 @pytest.mark.parametrize("name", DECLARED)
-def test_dtype_that_the_settings_declare_is_not_noted(judged, name):
+def test_declared_reduce_dtype_is_not_noted(judged, name):
     assert not notes_of(judged, *DECLARED[name])
 
 
-def test_policy_that_leaves_the_reduction_in_bfloat16_is_noted(judged):
+def test_policy_with_a_bfloat16_reduction_is_noted(judged):
     (note,) = notes_of(judged, WRAPPED.format(reduce_dtype=""), "pass")
     assert "gradients are reduced in bfloat16" in note
     assert "reduce_scatter at train.py" in note

@@ -1,4 +1,4 @@
-"""Habits of public training scripts, each of which once kept one from a true verdict."""
+"""Habits of public training scripts, each of which once prevented a correct verdict."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_batch_that_ranks_cannot_share_is_inconclusive(judged):
     assert "cannot be dealt" in verdict.reason
 
 
-def test_steps_that_ranks_have_no_rows_for_are_left_out(judged):
+def test_steps_without_rows_for_ranks_are_omitted(judged):
     code = OWN_LOSS.format(rows=OWN_BATCH).replace("range(3)", "range(4 // ranks)")
     verdict = judged("train.py", code=code, feeds=True).verdict
     assert verdict.outcome == "equal"
@@ -52,7 +52,7 @@ def test_steps_that_ranks_have_no_rows_for_are_left_out(judged):
     assert judged("train.py", code=wrong, feeds=True).verdict.outcome == "different"
 
 
-def test_memory_read_before_it_is_filled_is_named(judged):
+def test_uninitialised_memory_is_named(judged):
     code = "model[0].bias.data = torch.empty(6)\n" + LOOP.format(rows="rows(step)")
     verdict = judged("train.py", code=code).verdict
     assert verdict.outcome == "different"
@@ -73,7 +73,7 @@ def test_loss_of_other_validation_rows_is_no_difference(judged):
     assert any(name.endswith("loss") for name in verdict.unobserved)
 
 
-def test_other_starts_of_all_ranks_are_no_difference(judged):
+def test_different_starts_of_all_ranks_are_inconclusive(judged):
     code = "torch.manual_seed(ranks)\nmodel[0] = torch.nn.Linear(4, 6)\n"
     code += LOOP.format(rows="rows(step)")
     verdict = judged("train.py", code=code).verdict
@@ -82,21 +82,21 @@ def test_other_starts_of_all_ranks_are_no_difference(judged):
     assert judged("train.py", code=code, starts_alike=True).verdict.outcome == "equal"
 
 
-def test_other_start_of_one_rank_is_different(judged):
+def test_different_start_of_one_rank_is_different(judged):
     code = "torch.manual_seed(rank)\nmodel[0] = torch.nn.Linear(4, 6)\n"
     code += LOOP.format(rows="rows(step)").replace("DDP(model) if ranks > 1 else model", "model")
     code = code.replace("    optimizer.step()", "    average()\n    optimizer.step()")
     assert judged("train.py", code=code).verdict.outcome == "different"
 
 
-def test_params_of_one_name_that_are_others_on_each_rank_are_inconclusive(judged):
+def test_different_params_under_one_name_are_inconclusive(judged):
     code = "torch.manual_seed(rank)\nmodel = torch.nn.Sequential(*model[:3 // ranks + 1])\n"
     code += "model.append(torch.nn.Linear(6, 2)) if ranks > 1 else None\n"
     verdict = judged("train.py", code=code + LOOP.format(rows="rows(step)")).verdict
     assert verdict.outcome == "inconclusive"
 
 
-def test_ranks_that_share_the_work_on_each_row_read_all_rows(judged):
+def test_ranks_that_share_each_row_need_all_read_all(judged):
     code = LOOP.format(rows="torch.arange(32.0).sin().view(8, 4) * (step + 1)")
     verdict = judged("train.py", code=code).verdict
     assert verdict.outcome == "inconclusive"
@@ -104,12 +104,12 @@ def test_ranks_that_share_the_work_on_each_row_read_all_rows(judged):
     assert judged("train.py", code=code, all_read_all=True).verdict.outcome == "equal"
 
 
-def test_module_that_only_many_ranks_wrap_has_one_name(judged):
+def test_module_wrapped_only_on_several_ranks_keeps_its_name(judged):
     verdict = judged("train.py", code=LOOP.format(rows="rows(step)")).verdict
     assert verdict.outcome == "equal"
 
 
-def test_script_that_refuses_a_machine_of_one_gpu_finds_those_of_all_ranks(judged):
+def test_gpus_of_all_ranks_are_visible_to_the_run_on_one(judged):
     code = "if torch.accelerator.device_count() < 2: sys.exit()\n"
     code += "model = model.to(rank)\ntorch.ones(2).to(rank)\n" + LOOP.format(rows="rows(step)")
     assert judged("train.py", code=code, cuda_is_cpu=True).verdict.outcome == "equal"
@@ -138,11 +138,11 @@ torch.save(optimizer.state_dict(), f"{{rank}}.pt")
 @pytest.mark.parametrize(
     ("after", "outcome"), [("dist.broadcast(p.data, 0)", "equal"), ("pass", "different")]
 )
-def test_empty_slot_of_a_rank_that_does_not_own_the_state_is_no_difference(judged, after, outcome):
+def test_empty_state_on_a_non_owner_is_no_difference(judged, after, outcome):
     assert judged("train.py", code=SLOT.format(after=after)).verdict.outcome == outcome
 
 
-def test_gradients_that_are_all_zero_prove_nothing(judged):
+def test_zero_gradients_prove_nothing(judged):
     code = LOOP.format(rows="rows(step)").replace(".mean().backward()", ".mean().mul(0).backward()")
     verdict = judged("train.py", code=code).verdict
     assert verdict.outcome == "inconclusive"
@@ -195,25 +195,25 @@ for step in range(3):
 
 
 @pytest.mark.parametrize("taught", ["mine", "torch.ones(1, 4)"])
-def test_rows_of_a_teacher_are_no_data_to_compare(judged, taught):
+def test_rows_of_a_teacher_are_not_compared(judged, taught):
     code = TAUGHT.format(rows="rows(step)", taught=taught)
     assert judged("train.py", code=code).verdict.outcome == "equal"
 
 
-def test_teacher_is_dealt_the_rows_of_its_student(judged):
+def test_teacher_gets_the_rows_of_its_student(judged):
     code = TAUGHT.format(rows=OWN_BATCH, taught="mine")
     assert judged("train.py", code=code, feeds=True).verdict.outcome == "equal"
 
 
 @pytest.mark.parametrize("setting", [("offload=0", "reshard=1"), ("offload=1", "reshard=0")])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_params_unsharded_before_a_forward_start_with_those_of_one_rank(judged, setting, ranks):
+def test_params_unsharded_before_forward_start_as_on_one_rank(judged, setting, ranks):
     verdict = judged("fsdp2_unshard.py", *setting, ranks=ranks, starts_alike=True).verdict
     assert verdict.outcome == "equal"
     wrong = judged("fsdp2_unshard.py", "fault=shard", *setting, one=setting, starts_alike=True)
     assert wrong.verdict.outcome == "different"
 
 
-def test_start_of_meta_params_is_no_rounding(judged):
+def test_different_start_of_meta_params_is_not_rounding(judged):
     verdict = judged("fsdp2_unshard.py", one=()).verdict
     assert "different random numbers" in verdict.reason

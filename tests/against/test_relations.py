@@ -1,4 +1,4 @@
-"""Two ways to run a script that keep the number of ranks: resumption and other layouts."""
+"""Comparisons with equal numbers of ranks: resumed runs and other layouts."""
 
 import pytest
 
@@ -28,7 +28,7 @@ for step in range(start, stop):
 
 
 @pytest.mark.parametrize("stop", ["2", "3"])
-def test_resumed_run_is_equal_wherever_it_stopped(judged, stop):
+def test_resumed_run_is_equal_after_any_stop(judged, stop):
     comparison = judged("train.py", "4", "", code=RESUMED, ranks=2, one_ranks=2, stopped=(stop, ""))
     assert comparison.verdict.outcome == "equal"
     assert comparison.verdict.steps == 4
@@ -44,7 +44,7 @@ def test_lost_step_counter_is_different(judged, fault):
     assert verdict.differences[0].point.name.endswith(":step")
 
 
-def test_steps_lost_on_all_ranks_are_equal_to_one_rank_that_loses_them_too(judged):
+def test_steps_lost_on_any_number_of_ranks_are_equal(judged):
     comparison = judged("train.py", "4", "steps-lost", code=RESUMED)
     assert comparison.verdict.outcome == "equal"
 
@@ -97,7 +97,7 @@ for step in range(start, stop):
 @pytest.mark.parametrize(
     ("fault", "expected"), [("", "equal"), ("moments-lost-on-a-rank", "different")]
 )
-def test_parts_of_ranks_are_compared_by_rank_after_resumption(judged, fault, expected):
+def test_parts_are_compared_by_rank_after_resumption(judged, fault, expected):
     verdict = judged(
         "train.py", "4", fault, code=SHARDED_STATE, ranks=2, one_ranks=2, stopped=("2", fault)
     ).verdict
@@ -145,7 +145,7 @@ def test_ranks_that_share_a_forward_read_the_same_rows(judged):
     )
 
 
-def test_ranks_that_share_no_forward_and_read_the_same_rows_are_inconclusive(judged):
+def test_same_rows_without_a_shared_forward_are_inconclusive(judged):
     code = LAYOUT.replace('mesh.get_local_rank("dp")', "0")
     verdict = judged("train.py", "2", "", code=code, ranks=4, one=("1", "")).verdict
     assert verdict.outcome == "inconclusive"
@@ -168,7 +168,7 @@ for step in range(3):
 
 @pytest.mark.parametrize("original", ["0", "1"])
 @pytest.mark.parametrize(("fault", "expected"), [("", "equal"), ("state", "different")])
-def test_parts_of_flat_params_are_put_together(judged, original, fault, expected):
+def test_parts_of_flat_params_are_joined(judged, original, fault, expected):
     verdict = judged("train.py", fault, original, code=FLAT, ranks=8, one=("", original)).verdict
     assert verdict.outcome == expected, verdict
     assert verdict.unobserved == verdict.undecided == ()

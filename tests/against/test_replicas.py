@@ -1,4 +1,4 @@
-"""Replicas compared among ranks in every run, without another run to compare with."""
+"""Replicas compared among ranks in every run, without a reference run."""
 
 import pytest
 
@@ -24,7 +24,7 @@ LOOP = "for index in range(4):\n    step(rows(index))\n"
 
 @pytest.fixture
 def watched(monkeypatch, tmp_path):
-    """Runs a script on some ranks; what was seen, after the script came to its end."""
+    """Run a script to its end on some ranks. Returns the watch with its observations."""
 
     def run(code, *, ranks=2, allowed=()):
         monkeypatch.chdir(tmp_path)
@@ -44,14 +44,14 @@ def names(drifts):
     return {each.key.name for each in drifts}
 
 
-def test_replicas_of_a_right_script_are_equal(watched):
+def test_replicas_of_a_correct_script_are_equal(watched):
     replicas = watched(WRAPPED + LOOP).replicas
     assert not replicas.findings
     assert not replicas.warnings
     assert {key.name for key in replicas.compared} == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
-# A rank without a usable sample leaves out its backward.
+# A rank without a usable sample omits its backward.
 SKIPS = """
 for index in range(8):
     is_last = index % 2 == 1
@@ -71,7 +71,7 @@ for index in range(8):
 """
 
 
-def test_micro_batch_skipped_by_one_rank_alone_is_found(watched):
+def test_micro_batch_skipped_by_one_rank_is_found(watched):
     first = watched(WRAPPED + SKIPS.format(agreed=False)).replicas.findings[0]
     assert first.index.steps == 1
     assert first.ranks == (0, 1)
@@ -79,13 +79,13 @@ def test_micro_batch_skipped_by_one_rank_alone_is_found(watched):
     assert "24 of 24 elements differ; element 0: rank 0 has" in first.text
 
 
-def test_micro_batch_skipped_by_all_ranks_is_right(watched):
+def test_micro_batch_skipped_by_all_ranks_is_accepted(watched):
     replicas = watched(WRAPPED + SKIPS.format(agreed=True)).replicas
     assert not replicas.findings
     assert not replicas.warnings
 
 
-def test_skips_are_different_and_never_when_all_agree(judged):
+def test_skips_are_different_unless_all_ranks_agree(judged):
     wrong = judged("train.py", code=WRAPPED + SKIPS.format(agreed=False)).verdict
     assert wrong.outcome == "different"
     assert "Replicas differ: 0.weight" in wrong.reason
@@ -115,7 +115,7 @@ step(rows(1))
 
 
 @pytest.mark.parametrize("name", DRIFTS)
-def test_params_of_ddp_that_drift_are_found(watched, name):
+def test_drifting_params_of_ddp_are_found(watched, name):
     assert watched(WRAPPED + DRIFTS[name]).replicas.findings
 
 
@@ -131,7 +131,7 @@ step(rows(1))
 """
 
 
-def test_params_of_modules_that_are_not_called_are_compared(watched):
+def test_params_of_modules_not_called_are_compared(watched):
     replicas = watched(WRAPPED + ATTENTION.format(added=0)).replicas
     assert len(replicas.compared) == 12
     found = watched(WRAPPED + ATTENTION.format(added="rank")).replicas.findings
@@ -249,7 +249,7 @@ optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_right_scripts_have_neither_finding_nor_warning(watched, name):
+def test_correct_scripts_have_no_finding_or_warning(watched, name):
     replicas = watched(WRAPPED + RIGHT[name]).replicas
     assert not replicas.findings, replicas.finding
     assert not replicas.warnings, replicas.warning
@@ -265,20 +265,20 @@ for index in range(3):
 """
 
 
-def test_equal_tensors_that_nothing_declares_and_drift_are_a_warning(watched):
+def test_drift_of_undeclared_equal_tensors_is_a_warning(watched):
     replicas = watched(PLAIN.format(between="pass")).replicas
     assert not replicas.findings
     assert names(replicas.warnings) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert replicas.warnings[0].index.steps == 1
 
 
-def test_tensors_that_drift_apart_are_noted_beside_a_verdict(judged):
+def test_drift_is_noted_with_a_verdict(judged):
     verdict = judged("train.py", code=PLAIN.format(between="pass")).verdict
     assert verdict.outcome == "different"
     assert verdict.notes[-1].startswith("equal on all ranks at first, then not: 0.weight, as the")
 
 
-def test_tensors_that_differ_from_the_start_are_no_replicas(watched):
+def test_tensors_that_differ_initially_are_no_replicas(watched):
     start = "for p in model.parameters():\n    p.data.mul_(1 + rank)\n"
     assert not watched(start + PLAIN.format(between="pass")).replicas.warnings
 
@@ -361,23 +361,23 @@ def noted(watch):
     return shared_rows_note(list(watch.rows.values()))
 
 
-def test_rows_of_samplers_with_seeds_of_their_own_are_noted(watched):
+def test_rows_of_samplers_with_different_seeds_are_noted(watched):
     assert not noted(watched(WRAPPED + SAMPLED.format(seed=3)))
     note = noted(watched(WRAPPED + SAMPLED.format(seed="3 + rank")))
     assert "in pass 1 over the data" in note
     assert "were read by several ranks" in note
 
 
-def test_rows_that_all_ranks_read_alike_are_not_noted(watched):
+def test_rows_read_by_all_ranks_are_not_noted(watched):
     assert not noted(watched(WRAPPED + LOOP.replace("rows(index)", "torch.eye(4) + index")))
 
 
-def test_rows_that_pairs_of_ranks_read_alike_are_not_noted(watched):
+def test_rows_read_by_pairs_of_ranks_are_not_noted(watched):
     code = WRAPPED + LOOP.replace("rows(index)", "torch.eye(4) + rank // 2")
     assert not noted(watched(code, ranks=4))
 
 
-def test_rows_of_samplers_with_seeds_of_their_own_are_different(judged):
+def test_rows_of_samplers_with_different_seeds_are_different(judged):
     assert judged("train.py", code=WRAPPED + SAMPLED.format(seed=3)).verdict.outcome == "equal"
     wrong = judged("train.py", code=WRAPPED + SAMPLED.format(seed="3 + rank")).verdict
     assert wrong.outcome == "different"
@@ -392,14 +392,14 @@ def test_rows_of_rank_0_on_all_ranks_are_different(judged):
     assert "by several ranks and 4 by none" in verdict.reason
 
 
-def test_rows_that_all_ranks_read_are_not_known_to_be_wrong(judged):
+def test_rows_read_by_all_ranks_are_inconclusive(judged):
     code = WRAPPED + LOOP.replace("rows(index)", "torch.randn(8, 4)")
     verdict = judged("train.py", code=code).verdict
-    assert verdict.outcome == "inconclusive"  # As ranks of tensor parallelism do.
+    assert verdict.outcome == "inconclusive"  # Ranks of tensor parallelism read the same rows, too.
     assert "every rank read every row" in verdict.reason
 
 
-def test_rows_that_fill_the_last_batch_are_not_known_to_be_wrong(judged):
+def test_rows_repeated_to_fill_the_last_batch_are_inconclusive(judged):
     code = SAMPLED.format(seed=3).replace("randn(32, 4)", "randn(31, 4)")
     assert judged("train.py", code=WRAPPED + code).verdict.outcome == "inconclusive"
 
@@ -415,5 +415,5 @@ step(rows(9))
 """
 
 
-def test_compiled_module_is_left_alone(watched):
+def test_compiled_module_is_not_hooked(watched):
     assert watched(WRAPPED + COMPILED).replicas.compared

@@ -33,7 +33,7 @@ def judge(script, *words):
     return invoke("torchrun", "--against", "1", "--nproc-per-node", 2, *words, script)
 
 
-def test_reports_say_what_the_text_says(script):
+def test_reports_agree_with_the_text(script):
     files = ("--json", "v.json", "--junit", "v.xml", "--html", "v.html")
     done = judge(script, *files)
     assert done.exit_code == 1
@@ -67,7 +67,7 @@ def test_command_of_a_verdict_has_the_options_of_its_run(script):
         assert command[command.index(flag) + 1] == value
 
 
-def test_page_has_the_picture_of_a_tensor_that_differs_in_part(script):
+def test_page_contains_the_buffer_map_of_a_partial_difference(script):
     code = (
         Path(script).read_text().replace("model[0].bias.grad.mul_", "model[0].bias.grad[2:4].mul_")
     )
@@ -95,7 +95,7 @@ def judge_again(name):
     return invoke("replay", "--bundles", "kept", name, "--trust")
 
 
-def test_code_of_a_bundle_does_not_run_unasked(script):
+def test_bundle_code_does_not_run_without_trust(script):
     judge(script, "--bundles", "kept")
     (path,) = Path("kept").iterdir()
     (path / "code" / "train.py").write_text("open('ran', 'w')")

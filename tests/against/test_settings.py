@@ -1,6 +1,6 @@
-"""Right settings and planted faults of whole scripts.
+"""Correct settings and planted faults of whole scripts.
 
-`property_tests/against_settings.py` judges more settings, and prints figures.
+`property_tests/against_settings.py` judges more settings and prints figures.
 """
 
 import warnings
@@ -20,7 +20,7 @@ def in_scripts(monkeypatch):
 
 
 def tiered(cases, fast):
-    """Cases with ids, of which one in `fast` is judged on every change."""
+    """Return cases with ids; one in `fast` is judged on every change."""
     return [
         pytest.param(
             case,
@@ -32,7 +32,7 @@ def tiered(cases, fast):
 
 
 @pytest.mark.parametrize("setting", tiered(FIRST.values(), 3))
-def test_right_setting_is_equal(setting):
+def test_correct_setting_is_equal(setting):
     for _, verdict in judge(setting.script, setting.arguments, setting.sizes[:1]):
         assert verdict.outcome == "equal", verdict
         assert verdict.largest_multiple < RIGHT_MAX

@@ -1,4 +1,4 @@
-"""Verdicts on scripts that start their ranks themselves, and that want GPUs."""
+"""Verdicts on scripts that start their own ranks, and on scripts that need GPUs."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ GPUS = (
 @pytest.mark.parametrize(
     ("wrong", "expected"), [("", "equal"), ("* (1 + (rank == 0))", "different")]
 )
-def test_the_script_says_how_many_ranks_there_are(judged, wrong, expected):
+def test_script_determines_the_number_of_ranks(judged, wrong, expected):
     code = SCRIPT.replace("{wrong}", wrong) + SPAWN
     comparison = judged("starts.py", "4", one=["1"], code=code, begin="", ranks=2)
     assert comparison.verdict.outcome == expected
@@ -47,13 +47,13 @@ def test_the_script_says_how_many_ranks_there_are(judged, wrong, expected):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPU")
-def test_one_rank_for_each_gpu_that_is_not_there(judged):
+def test_script_gets_one_rank_per_simulated_gpu(judged):
     code = SCRIPT.replace("{wrong}", "") + GPUS
     comparison = judged("starts.py", code=code, begin="", ranks=4)
     assert (comparison.verdict.outcome, comparison.verdict.got) == ("equal", "4 ranks")
 
 
-def test_worlds_one_after_another_go_on_counting_steps(judged):
+def test_steps_are_counted_across_worlds(judged):
     code = SCRIPT.replace("{wrong}", "") + SPAWN + SPAWN
     comparison = judged("starts.py", "2", one=["1"], code=code, begin="")
     assert (comparison.verdict.outcome, comparison.verdict.steps) == ("equal", 6)

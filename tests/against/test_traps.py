@@ -1,4 +1,4 @@
-"""Scripts that a comparison in another precision easily judges wrongly."""
+"""Scripts that a comparison in another precision easily misjudges."""
 
 import pytest
 from click.testing import CliRunner
@@ -20,21 +20,21 @@ def outcome(comparison):
     return comparison.verdict.outcome
 
 
-def test_right_script_is_equal(judged):
+def test_correct_script_is_equal(judged):
     assert outcome(judged("train.py", code=RIGHT)) == "equal"
 
 
-def test_gradients_left_unreduced_are_different(judged):
+def test_unreduced_gradients_are_different(judged):
     assert outcome(judged("train.py", code=STEP.format(between="pass"))) == "different"
 
 
-def test_reduced_copy_of_a_bfloat16_gradient_leaves_the_gradient(judged):
+def test_reducing_a_copy_of_a_gradient_does_not_change_it(judged):
     between = "average(); dist.all_reduce(next(model.parameters()).grad.float())"
     code = "model.bfloat16()\nplain = rows\nrows = lambda step: plain(step).bfloat16()\n"
     assert outcome(judged("train.py", code=code + STEP.format(between=between))) == "equal"
 
 
-def test_reduced_cast_of_a_float32_gradient_reduces_the_gradient(judged):
+def test_reducing_a_no_op_cast_reduces_the_gradient(judged):
     between = "[dist.all_reduce(p.grad.float()) for p in model.parameters()]"
     between += "; [p.grad.div_(ranks) for p in model.parameters()]"
     assert outcome(judged("train.py", code=STEP.format(between=between))) == "equal"
@@ -96,11 +96,11 @@ for step in range(3):
 
 
 @pytest.mark.parametrize(("average", "expected"), [("average()", "equal"), ("pass", "different")])
-def test_counts_in_floats_stay_whole_under_rounding_noise(judged, average, expected):
+def test_integer_counts_in_floats_are_exact_under_rounding_noise(judged, average, expected):
     assert outcome(judged("train.py", code=COUNTED.format(average=average))) == expected
 
 
-def test_runs_leave_nothing_in_the_working_folder(judged, tmp_path):
+def test_runs_do_not_change_the_working_folder(judged, tmp_path):
     code = (
         RIGHT + "assert not os.path.exists('left.pt')\ntorch.save(model.state_dict(), 'left.pt')\n"
     )
@@ -108,7 +108,7 @@ def test_runs_leave_nothing_in_the_working_folder(judged, tmp_path):
     assert not (tmp_path / "left.pt").exists()
 
 
-def test_checkpoint_of_an_earlier_run_is_there_for_each_run(judged, tmp_path):
+def test_earlier_checkpoint_is_available_to_each_run(judged, tmp_path):
     (tmp_path / "count.txt").write_text("2")
     code = "from pathlib import Path\ncount = Path('count.txt')\n"
     code += "steps = int(count.read_text())\ncount.write_text('0')\n"
@@ -129,14 +129,14 @@ def test_noise_that_changes_a_branch_is_inconclusive(judged):
     assert "rounding decides" in verdict.reason
 
 
-def test_failing_script_is_told_from_failing_float64(judged):
+def test_failing_script_is_distinguished_from_failing_float64(judged):
     assert outcome(judged("train.py", code="raise ValueError('no data')")) == "script-fails"
     verdict = judged("train.py", code="torch.zeros(2).view(torch.int32)").verdict
     assert verdict.outcome == "unsupported"
     assert "Tensor.view(torch.int32)" in verdict.reason
 
 
-def test_deadlock_of_ranks_alone_is_different(judged):
+def test_deadlock_on_several_ranks_only_is_different(judged):
     code = RIGHT + "if ranks > 1 and rank == 0:\n    dist.barrier()\n"
     verdict = judged("train.py", code=code).verdict
     assert verdict.outcome == "different"
@@ -172,7 +172,7 @@ for step in range(3):
 """
 
 
-def test_steps_of_an_optimizer_of_its_own_are_told_apart(judged):
+def test_steps_of_a_custom_optimizer_are_detected(judged):
     right = judged("train.py", code=OWN.format(fault="0")).verdict
     assert (right.outcome, right.steps) == ("equal", 3)
     wrong = judged("train.py", code=OWN.format(fault="(step == 1) * (ranks - 1)")).verdict
@@ -180,14 +180,14 @@ def test_steps_of_an_optimizer_of_its_own_are_told_apart(judged):
     assert wrong.differences[0].point.step == 2
 
 
-def test_state_that_torch_makes_before_a_load_is_no_step(judged):
+def test_state_made_by_torch_before_a_load_is_no_step(judged):
     code = "from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict\n" + RIGHT
     asked = code.replace("for step", "get_optimizer_state_dict(model, optimizer)\nfor step", 1)
     verdict = judged("train.py", code=asked).verdict
     assert (verdict.outcome, verdict.steps) == ("equal", 3)
 
 
-def test_rows_that_several_ranks_read_are_different(judged):
+def test_rows_read_by_several_ranks_are_different(judged):
     code = RIGHT.replace("rows(step)", "torch.cat([torch.ones(1, 4) * step, rows(step)[1:]])")
     assert outcome(judged("train.py", code=code)) == "different"
 
@@ -199,7 +199,7 @@ def test_rows_that_several_ranks_read_are_different(judged):
         ("model[0].weight.data.mul_(1 + 1e-6)", "different"),
     ],
 )
-def test_start_on_several_ranks(judged, change, expected):
+def test_different_start_on_several_ranks_is_judged_by_its_cause(judged, change, expected):
     begin = f"other = torch.Generator().manual_seed(ranks)\nif ranks > 1: {change}\n"
     verdict = judged("train.py", code=begin + RIGHT).verdict
     assert verdict.outcome == expected

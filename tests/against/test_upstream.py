@@ -1,4 +1,4 @@
-"""Scripts of known faults in accelerate come out as their pages say; only with accelerate here."""
+"""Scripts of known faults in accelerate: outcomes as on their pages. Skipped without accelerate."""
 
 import shutil
 from pathlib import Path
@@ -22,7 +22,7 @@ OUTCOMES = {
 
 
 @pytest.mark.parametrize("name", OUTCOMES)
-def test_it_comes_out_as_its_page_says(name, tmp_path, monkeypatch):
+def test_outcome_is_as_on_its_page(name, tmp_path, monkeypatch):
     shutil.copy(UPSTREAM / f"{name}.py", tmp_path)
     monkeypatch.chdir(tmp_path)
     one, several = (

@@ -1,7 +1,7 @@
 """DDP with accumulation, clipping and a checkpoint; `fault` plants a fault.
 
-Micro-batches have `size` rows, so one rank has more of them; 0 is one micro-batch of all rows.
-With `stop` the script ends after so many steps, and resumes if it finds a checkpoint.
+Micro-batches have `size` rows, so one rank has more of them; 0 is one micro-batch of all rows. With
+`stop` the script ends after this many steps, and resumes if it finds a checkpoint.
 """
 
 import contextlib

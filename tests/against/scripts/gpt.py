@@ -40,6 +40,6 @@ class GPT(nn.Module):
 
 
 def rows_of(step, rank, ranks):
-    """This rank's share of the rows of a step."""
+    """Return this rank's share of the rows of a step."""
     draws = torch.Generator().manual_seed(100 + step)
     return torch.randint(0, VOCAB, (ROWS, LENGTH + 1), generator=draws).chunk(ranks)[rank]

@@ -1,4 +1,4 @@
-"""Muon and AdamW in one optimizer that reduces, updates its shard, and gathers, all inside `step`.
+"""Muon and AdamW in one optimizer that reduces, updates its shard, and gathers, all in `step`.
 
 Matrices of one shape are stacked; ranks own chunks of the stack, padded to equal length. Large
 other params are sharded along their first dimension, small ones are replicated. `fault` plants one.
@@ -16,7 +16,7 @@ FAULT = use.fault
 
 
 def orthogonal(stack):
-    """Newton-Schulz iterations on each matrix of a stack."""
+    """Apply Newton-Schulz iterations to each matrix of a stack."""
     x = stack / (stack.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
     for _ in range(5):
         square = x @ x.mT

@@ -34,7 +34,9 @@ OPTIMIZERS = {
 
 
 def setting(**defaults):
-    """The arguments, each of its default's type; `fault` is a planted fault, or empty."""
+    """Return the arguments, each with its default's type. `fault` names a planted fault, or is
+    empty.
+    """
     given = dict(word.split("=") for word in sys.argv[1:])
     unknown = given.keys() - defaults.keys() - {"fault"}
     assert not unknown, unknown

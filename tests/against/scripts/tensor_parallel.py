@@ -1,6 +1,6 @@
 """Tensor parallelism within blocks, with FSDP2 over the other mesh dimension; plants faults.
 
-`tp` ranks share each block. The head stays whole.
+`tp` ranks share each block. The head is not sharded by TP.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""ZeRO-1 with masters in float32: each bucket's gradients are split over ranks, updated, gathered.
+"""ZeRO-1 with masters in float32: each bucket's gradients are scattered, updated and gathered.
 
 `fault` plants a fault.
 """
