@@ -1,4 +1,4 @@
-"""A command line in an empty folder, and a system that can be broken."""
+"""Fixtures: the command line in an empty folder, and a system that can be broken."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def invoke(monkeypatch, tmp_path):
 
 @pytest.fixture
 def broken(monkeypatch):
-    """Turn on and off that sums are not divided."""
+    """Return a switch that disables the division of sums."""
     right = DistributedOptimizer.step
 
     def undivided(self):
@@ -49,7 +49,7 @@ def broken(monkeypatch):
 
 @pytest.fixture
 def bundle(invoke, broken):
-    """The id of a bundle that the broken system left; the system is whole again."""
+    """Id of a bundle from the broken system, which is repaired afterwards."""
     broken(True)
     invoke("run", "one.toml")
     broken(False)

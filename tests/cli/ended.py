@@ -1,8 +1,8 @@
-"""How a command ended: its exit status, and words that it said."""
+"""Assertions on how a command ended: exit status and output."""
 
 
 def assert_ended(done, status, *words, on="output"):
-    """Assert the exit status of a command, and that one of its streams has these words."""
+    """Assert the exit status of a command, and that one of its streams contains these words."""
     assert done.exit_code == status, done.output
     said = getattr(done, on)
     for each in words:

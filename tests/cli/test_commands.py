@@ -1,4 +1,4 @@
-"""The other commands, and what a slip of the finger gets."""
+"""Commands doctor and bench, and usage errors of all commands."""
 
 import json
 import sys
@@ -39,13 +39,13 @@ CASE = str(Path(__file__).parents[2] / "scenarios" / "smoke" / "mlp.toml")
         (["fingerprint", "one.toml", "--rank", "9"], "expected --rank to be below the "),
     ],
 )
-def test_usage_errors(invoke, arguments, said):
+def test_usage_error_is_refused_with_a_remedy(invoke, arguments, said):
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert said in result.stderr
 
 
-def test_version(invoke):
+def test_version_is_printed(invoke):
     assert invoke("--version").output == f"zero-sim, version {zero_sim.__version__}\n"
 
 
@@ -57,7 +57,7 @@ def test_help_lists_the_commands(invoke):
 
 
 class TestDoctor:
-    def test_says_what_is_here(self, invoke):
+    def test_environment_is_listed(self, invoke):
         facts = {
             fact["name"]: fact for fact in json.loads(invoke("doctor", "--json").stdout)["facts"]
         }
@@ -65,15 +65,15 @@ class TestDoctor:
         assert {"python", "cpu threads", "run: backend sim", "run: model digits"} <= set(facts)
         assert "cpu kernels" in invoke("doctor").stdout
 
-    def test_without_torch_nothing_runs(self, invoke, monkeypatch):
+    def test_missing_torch_fails_every_backend(self, invoke, monkeypatch):
         monkeypatch.setitem(sys.modules, "torch", None)
         result = invoke("doctor")
         assert result.exit_code == 4
         assert "install the CPU build of torch" in result.stdout
         assert "NO  run: backend sim" in result.stdout
 
-    def test_without_scikit_learn_all_else_runs(self, monkeypatch):
-        """An extra that is absent is no fault of the machine."""
+    def test_missing_scikit_learn_fails_only_digits(self, monkeypatch):
+        """A missing extra is no fault of the machine."""
         monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
         facts = {fact.name: fact for fact in doctor.examine()}
         assert 'pip install "zero-sim[digits]"' in facts["run: model digits"].note
@@ -89,12 +89,12 @@ ROW = Measurement(name="all_reduce", value=0.5, unit="ms", goal=1.0, ok=True)
 class TestBench:
     @pytest.fixture(autouse=True)
     def bench(self, monkeypatch):
-        """A benchmark that takes no time."""
+        """Replace the benchmark by one that takes no time."""
         module = types.ModuleType("zero_sim.bench")
         monkeypatch.setattr(module, "run_benchmarks", lambda only: [ROW], raising=False)
         monkeypatch.setitem(sys.modules, "zero_sim.bench", module)
 
-    def test_table(self, invoke):
+    def test_measurements_are_printed_as_a_table(self, invoke):
         assert invoke("bench").stdout == "ok  all_reduce  0.5 ms  goal at most 1 ms\n"
 
     def test_json(self, invoke):
@@ -104,7 +104,7 @@ class TestBench:
         ]
 
 
-def test_without_a_gpu_the_device_is_refused(invoke, monkeypatch):
+def test_device_without_a_gpu_is_refused(invoke, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     result = invoke("run", CASE, "--device", "cuda")
     assert result.exit_code == 4
@@ -121,7 +121,7 @@ def test_without_a_gpu_the_device_is_refused(invoke, monkeypatch):
         ((2, 30, 7), 1, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, "experimental"),
     ],
 )
-def test_whether_ranks_can_share_a_gpu(nccl, gpus, environment, said):
+def test_shared_gpu_needs_nccl_and_a_variable(nccl, gpus, environment, said):
     fact = doctor.shared_gpu_fact(nccl=nccl, gpu_count=gpus, environment=environment)
     assert said in fact.note
     assert fact.ok == (said == "experimental")

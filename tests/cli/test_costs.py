@@ -1,4 +1,4 @@
-"""The calculators, as users call them."""
+"""Calculators of memory and traffic, from the command line."""
 
 import json
 from pathlib import Path
@@ -73,23 +73,23 @@ def test_memory_of_a_number_of_params(invoke):
 
 
 @pytest.mark.parametrize("number", ["7e9", "7b", "7_000_000_000", "7.0e9", "7000m"])
-def test_large_numbers_as_people_write_them(invoke, number):
+def test_large_numbers_have_several_notations(invoke, number):
     found = told(invoke, "memory", "--params", number, "--ranks", "8", "--stage", "1")
     assert found["total"] == 38_500_000_000
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "7.5", "many", "1e99", "nan", "7,000"])
-def test_what_is_no_such_number(invoke, number):
+def test_invalid_number_of_params_is_refused(invoke, number):
     done = invoke("memory", "--params", number, "--ranks", "8")
     assert_ended(done, 2, "expected a whole number of 1 to")
 
 
-def test_a_comma_separates_ranks_and_an_underscore_groups_digits(invoke):
+def test_comma_separates_ranks_and_underscore_groups_digits(invoke):
     words = ("memory", "--params", "7e9", "--ranks", "2,1_024", "--ranks", "8", "--stage", "1")
     assert [row["ranks"] for row in told(invoke, *words)["rows"]] == [2, 1024, 8]
 
 
-def test_several_ranks_have_a_column_each_and_one_for_infinity(invoke):
+def test_each_number_of_ranks_and_infinity_have_a_column(invoke):
     text = invoke("memory", "--ranks", "2,4,8,64,1024").output
     lines = [line.split() for line in text.splitlines()]
     for row in (
@@ -103,7 +103,7 @@ def test_several_ranks_have_a_column_each_and_one_for_infinity(invoke):
         assert row.split() in lines
 
 
-def test_limits_as_json(invoke):
+def test_limits_are_in_json(invoke):
     limits = told(invoke, "memory", "--ranks", "2,4", "--stage", "2")["limits"]
     assert [row["name"] for row in limits] == ["stage 2", "fp32, moments alone"]
     assert (limits[0]["bytes_by_ranks"]["4"], limits[0]["limit"]) == (55 * 10**9, 20 * 10**9)
@@ -112,8 +112,8 @@ def test_limits_as_json(invoke):
 DEEPSPEED = ("--reduce-buffer-elems", "5e8", "--gather-chunk-elems", "5e8")
 
 
-def test_deepspeeds_default_buffer_is_a_gigabyte_in_16_bits(invoke):
-    """Of 5e8 elements; at stage 2 it is what there is of whole gradients."""
+def test_default_buffer_of_deepspeed_is_a_gigabyte_in_16_bits(invoke):
+    """It has 5e8 elements and, at stage 2, contains all unsharded gradients."""
     words = ("--stage", "1", "--stage", "2", *DEEPSPEED, "--offload-state")
     rows = told(invoke, "memory", *COUNTED, *words)["rows"]
     totals = [row["bytes_per_rank"]["total"] for row in rows]
@@ -122,30 +122,30 @@ def test_deepspeeds_default_buffer_is_a_gigabyte_in_16_bits(invoke):
     assert [row["within_step"]["backward"]["whole_gradients"] for row in rows] == [10**9] * 2
 
 
-def test_reduce_buffers_and_chunks_send_no_more(invoke):
+def test_reduce_buffers_and_chunks_do_not_change_traffic(invoke):
     plain = told(invoke, "traffic", *COUNTED, "--stage", "1")
     chunked = told(invoke, "traffic", *COUNTED, "--stage", "1", *DEEPSPEED)
     assert plain["total"] == chunked["total"]
-    # 14 buffers, a run of each, and 14 chunks, in the place of one sum and one gather.
+    # 14 buffers with one call each, and 14 chunks, instead of one sum and one gather.
     assert chunked["rows"][0]["calls"] > plain["rows"][0]["calls"]
 
 
-def test_buffers_by_group_and_a_state_on_the_cpu_of_a_scenario(invoke):
+def test_param_group_buffers_and_offloaded_state_are_measured(invoke):
     words = ("--stage", "2", "--reduce-buffer-elems", "4", "--buffers-by", "param-group")
     Path("grouped.toml").write_text(f'{SCENARIO}groups = [{{ match = "weight", lr = 0.1 }}]')
     done = invoke("memory", "grouped.toml", *words, "--offload-state", "--measure")
     assert_ended(done, 0, "on the CPU")
 
 
-def test_a_table_has_gb_and_gib(invoke):
+def test_memory_table_has_gb_and_gib(invoke):
     text = invoke("memory", *COUNTED).output
     assert "in GB (10^9 bytes)" in text
     row = next(line for line in text.splitlines() if line.startswith("7,000,000,000 params      1"))
     assert row.split()[-6:] == ["38.50", "35.86", "65.6%", "60.7%", "42.00", "step"]
 
 
-def test_savings_of_stage_0_and_of_one_device_differ_by_the_gradient_buffer(invoke):
-    """10 MLP layers of hidden 4096 on 4 ranks."""
+def test_savings_against_stage_0_and_one_device_differ(invoke):
+    """10 MLP layers of hidden size 4096 on 4 ranks; they differ by the gradient buffer."""
     words = ("--params", "1_342_382_080", "--ranks", "4", "--stage", "1")
     found = told(invoke, "memory", *words)
     row, gib = found["rows"][0], 2**30
@@ -162,18 +162,18 @@ def test_memory_of_a_scenario(invoke):
     assert [row["model"] for row in found["rows"]] == ["case"]
 
 
-def test_a_scenario_in_other_stages(invoke):
+def test_scenario_is_computed_in_other_stages(invoke):
     rows = told(invoke, "memory", "case.toml", "--stage", "0", "--stage", "1")["rows"]
     assert [row["bytes_per_rank"]["total"] for row in rows] == [4160, 2600]
 
 
-def test_a_module_is_built_without_memory(invoke):
+def test_module_is_built_without_memory(invoke):
     found = told(invoke, "memory", "sized_models:make", "--ranks", "1000", "--stage", "3")
     # fp32 params and gradients, masters and two moments: 20 bytes each.
     assert found["total"] == 20 * 10**12 // 1000
 
 
-def test_a_module_that_is_there_already(invoke):
+def test_existing_module_is_accepted(invoke):
     assert told(invoke, "memory", "sized_models:tiny", "--stage", "0")["total"] == 16 * 20
 
 
@@ -185,7 +185,7 @@ def test_a_module_that_is_there_already(invoke):
         ("no_such_module:x", "expected an importable module before the colon"),
     ],
 )
-def test_what_is_no_module(invoke, name, said):
+def test_unknown_module_is_refused(invoke, name, said):
     assert_ended(invoke("memory", name), 2, said)
 
 
@@ -203,13 +203,13 @@ def test_what_is_no_module(invoke, name, said):
         (("absent.toml",), "got nothing at this path"),
     ],
 )
-def test_what_does_not_go_together(invoke, words, said):
+def test_conflicting_options_are_refused(invoke, words, said):
     done = invoke("memory", *words)
     assert done.exit_code == 2
     assert said in " ".join(done.output.split())
 
 
-def test_traffic_by_kind_and_link(invoke):
+def test_traffic_is_listed_by_kind_and_link(invoke):
     found = told(invoke, "traffic", *COUNTED, "--stage", "1")
     sent = found["bytes_sent_per_rank"]
     each = 2 * 7 * 10**9 * 7 // 8
@@ -218,26 +218,26 @@ def test_traffic_by_kind_and_link(invoke):
     assert found["total"] == 2 * each + 42
 
 
-def test_traffic_over_the_links_of_a_file(invoke):
+def test_traffic_uses_the_links_of_a_topology_file(invoke):
     Path("links.toml").write_text("ranks_per_node = 2\nbetween = 'cable'\ncards = 1\n")
     sent = told(invoke, "traffic", *COUNTED, "--stage", "1", "--topology", "links.toml")
     each = 2 * 7 * 10**9 * 7 // 8
     assert sent["bytes_sent_per_rank"]["all_gather"] == {"nvlink": each // 2, "cable": each // 2}
 
 
-def test_a_bad_topology_file(invoke):
+def test_invalid_topology_file_is_refused(invoke):
     Path("links.toml").write_text("ring = 3\nspeed = 1\ncards = 0\n")
     done = invoke("traffic", *COUNTED, "--topology", "links.toml")
     assert_ended(done, 2, "links.toml: 3 problems")
 
 
-def test_a_curve_has_a_row_for_each_number_of_ranks(invoke):
+def test_curve_has_a_row_for_each_number_of_ranks(invoke):
     text = invoke("memory", "--params", "7e9", "--curve", "--stage", "3").output
     assert text.count("█") > 20
     assert "16,384" in text
 
 
-def test_a_measured_scenario_equals_its_closed_form(invoke):
+def test_measured_scenario_equals_its_closed_form(invoke):
     found = told(invoke, "memory", "case.toml", "--measure")
     (run,) = found["measured"]
     assert run["differences"] == []
@@ -264,19 +264,19 @@ def test_measured_traffic_of_a_number_of_params(invoke):
         (("case.toml", "--ranks", "5000"), "world.size: expected an integer"),
     ],
 )
-def test_what_cannot_be_measured(invoke, words, said):
+def test_unmeasurable_case_is_refused(invoke, words, said):
     done = invoke("memory", *words, "--measure")
     assert done.exit_code == 2
     assert said in " ".join(done.output.split())
 
 
-def test_what_has_no_room(invoke):
+def test_case_too_large_for_memory_is_refused(invoke):
     done = invoke("memory", "--params", "7e12", "--ranks", "8", "--stage", "1", "--measure")
     assert_ended(done, 4, "expected a run that fits into")
 
 
 @pytest.mark.parametrize("name", ["make", "made"])
-def test_a_module_is_measured_with_the_batch_and_loss_beside_it(invoke, name):
+def test_module_is_measured_with_its_batch_and_loss(invoke, name):
     found = told(invoke, "memory", f"trained_models:{name}", "--ranks", "2", "--measure")
     (run,) = found["measured"]
     assert run["differences"] == []

@@ -1,4 +1,4 @@
-"""`zero-sim doctor --target`: what a library keeps once a process."""
+"""`zero-sim doctor --target`: state that a library keeps once per process."""
 
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ def library(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("library")
-def test_the_declaration_is_printed_ready_to_be_pasted(invoke):
+def test_printed_declaration_can_be_pasted(invoke):
     ran = invoke("doctor", "--target", "tests.run.keeper:Keeper", "--package", "keeper_lib")
     assert ran.exit_code == 0, ran.output
     assert "4 changed." in ran.stdout
@@ -28,14 +28,14 @@ def test_the_declaration_is_printed_ready_to_be_pasted(invoke):
     assert pasted["rank_local"] == {"names": NAMES}
 
 
-def test_a_package_that_is_not_there_is_refused(invoke):
+def test_unknown_package_is_refused(invoke):
     ran = invoke("doctor", "--target", "torch-ddp", "--package", "keeper_libb")
     assert ran.exit_code == 2
     assert "expected a top-level package that can be imported, got 'keeper_libb'" in ran.stderr
 
 
 @pytest.mark.usefixtures("library")
-def test_a_library_that_keeps_nothing_needs_no_declaration(invoke):
+def test_library_without_state_needs_no_declaration(invoke):
     Path("quiet_lib.py").write_text("LIMIT = 3\n")
     ran = invoke("doctor", "--target", "torch-ddp", "--package", "quiet_lib")
     assert "you need not declare `rank_local`" in ran.stdout

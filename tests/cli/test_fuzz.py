@@ -1,4 +1,4 @@
-"""`zero-sim fuzz`: options, exit status and what it prints."""
+"""`zero-sim fuzz`: options, exit status and output."""
 
 import json
 import shlex
@@ -57,17 +57,17 @@ def fuzz(tmp_path, *options):
     return CliRunner().invoke(main, ["fuzz", "--corpus", str(tmp_path), *options])
 
 
-def test_the_campaign_is_written_as_a_page(tmp_path, pool):
+def test_campaign_is_written_as_a_page(tmp_path, pool):
     page = tmp_path / "page.html"
     assert fuzz(tmp_path / "corpus", "--cases", "50", "--html", str(page)).exit_code == 0
     assert "50 generated cases" in page.read_text()
 
 
-def test_nothing_found_is_0(tmp_path, pool):
+def test_campaign_without_findings_has_exit_status_0(tmp_path, pool):
     assert_ended(fuzz(tmp_path, "--cases", "60"), 0, "60 cases", "0 distinct findings")
 
 
-def test_a_finding_is_1_and_says_how_to_see_it_again(tmp_path, pool):
+def test_finding_has_exit_status_1_and_a_replay_command(tmp_path, pool):
     pool.outcome = {"found": (FOUND,), "keys": {"equality.grad|reduce|dense|values|": 4}}
     done = fuzz(tmp_path, "--cases", "10", "--target", "a:b")
     assert done.exit_code == 1
@@ -77,7 +77,7 @@ def test_a_finding_is_1_and_says_how_to_see_it_again(tmp_path, pool):
     assert f"zero-sim replay {tmp_path}/bundles/0123456789ab --target a:b" in done.output
 
 
-def test_what_a_green_campaign_does_not_say_is_told(tmp_path, pool):
+def test_limits_of_a_campaign_without_findings_are_listed(tmp_path, pool):
     pool.outcome = {
         "verdicts": {"pass": 7, "inconclusive": 3},
         "unproved": {"guard.nothing-stepped": 3},
@@ -99,14 +99,14 @@ def test_passes_by_params_only_are_counted(tmp_path, pool):
     assert "; 20 pass; " in fuzz(tmp_path / "c", "--cases", "20").output
 
 
-def test_cases_that_may_be_of_another_finding_are_said_to_be(tmp_path, pool):
+def test_counts_shared_with_similar_findings_are_marked(tmp_path, pool):
     other = replace(FOUND, scenario="another", places=("inside",))
     pool.outcome = {"found": (FOUND, other), "keys": {"equality.grad|reduce|dense|values|": 4}}
     done = fuzz(tmp_path, "--cases", "10")
     assert done.output.count("met         in 4 cases, including cases of similar findings") == 2
 
 
-def test_findings_of_one_check_share_a_heading_the_largest_difference_first(tmp_path, pool):
+def test_findings_of_a_check_are_sorted_by_difference(tmp_path, pool):
     noise = replace(FOUND, key=FOUND.key._replace(manner="one-ulp"), text="NOISE", apart=1e-7)
     large = replace(FOUND, text="LARGE", scenario="another", apart=0.7)
     other = replace(FOUND, key=FOUND.key._replace(check="equality.loss"), text="OTHER")
@@ -117,25 +117,25 @@ def test_findings_of_one_check_share_a_heading_the_largest_difference_first(tmp_
     assert places == sorted(places)
 
 
-def test_what_is_yet_to_be_made_smaller_is_not_called_the_smallest(tmp_path, pool):
+def test_unshrunk_case_is_not_called_smallest(tmp_path, pool):
     pool.outcome = {"found": (replace(FOUND, as_met=True),)}
     done = fuzz(tmp_path, "--cases", "10")
     assert "so far      2 ranks, 1 param [[2]], 1 step; to shrink it: zero-sim fuzz" in done.output
     assert "smallest" not in done.output
 
 
-def test_where_a_campaign_is_kept_is_said_whatever_it_finds(tmp_path, pool):
+def test_corpus_folder_is_printed(tmp_path, pool):
     assert f"Saved in {tmp_path}\n" in fuzz(tmp_path, "--cases", "10").output
 
 
-def test_an_interrupt_is_130(tmp_path, pool):
+def test_interrupt_has_exit_status_130(tmp_path, pool):
     pool.outcome = {"complete": False, "cases": 2}
     done = fuzz(tmp_path, "--cases", "10")
     assert done.exit_code == 130
     assert f"Resume with:\n  zero-sim fuzz --corpus {tmp_path} --cases 10\n" in done.output
 
 
-def test_what_goes_on_after_an_interrupt_is_the_same_campaign(tmp_path, pool):
+def test_resume_command_continues_the_same_campaign(tmp_path, pool):
     pool.outcome = {"complete": False, "cases": 2, "verdicts": {"pass": 2}}
     options = ["--target", "torch-ddp", "--seed", "3", "--family", "2", "--shard", "1/2"]
     options += ["--seconds", "50", "--option", "static_graph=1"]
@@ -151,16 +151,14 @@ def test_what_goes_on_after_an_interrupt_is_the_same_campaign(tmp_path, pool):
     )
 
 
-def test_where_no_corpus_was_given_the_command_names_the_one_that_was_begun(
-    tmp_path, pool, monkeypatch
-):
+def test_resume_command_names_the_default_corpus(tmp_path, pool, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pool.outcome = {"complete": False, "cases": 2}
     done = CliRunner().invoke(main, ["fuzz", "--cases", "10"])
     assert "zero-sim fuzz --corpus .zero-sim/corpus/zero_sim-0-1 --cases 10\n" in done.output
 
 
-def test_a_lost_batch_is_3(tmp_path, pool):
+def test_lost_batch_has_exit_status_3(tmp_path, pool):
     pool.outcome = {"complete": False, "lost": "gone"}
     assert_ended(fuzz(tmp_path, "--cases", "10"), 3, "was lost: gone")
 
@@ -182,15 +180,13 @@ def test_options_reach_the_batches(tmp_path, pool):
     assert (tmp_path / "shard-2-of-3.sqlite").exists()
 
 
-def test_a_device_that_is_not_there_is_4_and_nothing_is_begun(tmp_path, pool):
+def test_missing_device_has_exit_status_4_and_starts_nothing(tmp_path, pool):
     done = fuzz(tmp_path / "corpus", "--cases", "1", "--device", "cuda:7")
     assert_ended(done, 4, "expected a GPU that torch")
     assert not (tmp_path / "corpus").exists()
 
 
-def test_a_device_reaches_the_batches_the_corpus_and_the_command_to_replay(
-    tmp_path, pool, monkeypatch
-):
+def test_device_reaches_batches_corpus_and_replay_command(tmp_path, pool, monkeypatch):
     monkeypatch.setattr(device, "check_device", lambda name: None)
     pool.outcome = {"found": (FOUND,), "keys": {"|".join(FOUND.key): 1}}
     done = fuzz(tmp_path, "--cases", "1", "--device", "cuda:1")
@@ -201,19 +197,19 @@ def test_a_device_reaches_the_batches_the_corpus_and_the_command_to_replay(
     assert_ended(other, 2, "Try another --corpus, or its original seed, target, device")
 
 
-def test_an_order_reaches_the_batches_and_the_corpus(tmp_path, pool):
+def test_order_reaches_batches_and_corpus(tmp_path, pool):
     fuzz(tmp_path, "--cases", "1", "--order", "unknown")
     assert pool.job.order == "unknown"
     assert read_corpus(tmp_path / "shard-1-of-1.sqlite").head.order == "unknown"
 
 
 @pytest.mark.parametrize("options", [["--shard", "0/2"], ["--shard", "x"], ["--cases", "-1"]])
-def test_bad_options_are_2(tmp_path, pool, options):
+def test_invalid_options_have_exit_status_2(tmp_path, pool, options):
     assert fuzz(tmp_path, *options).exit_code == 2
 
 
 class TestCoverage:
-    def test_a_table_on_demand(self, tmp_path, pool):
+    def test_coverage_is_printed_as_a_table(self, tmp_path, pool):
         pool.outcome = {"cases_with": {"reload": 0b11, "system.stage=3": 0b01}}
         done = fuzz(tmp_path, "--cases", "4", "--coverage")
         assert done.exit_code == 0, done.output
@@ -223,7 +219,7 @@ class TestCoverage:
         assert "Never drawn: model.name=mlp, " in done.output
         assert "1 of 4 cases had a pair that no other case had, so about 25% of" in done.output
 
-    def test_json_has_every_pair_and_which_mutants_it_found(self, tmp_path, pool):
+    def test_json_has_every_pair_and_the_mutants_found_by_features(self, tmp_path, pool):
         pool.outcome = {"cases_with": {"model.name=params": 0b11, "system.stage=3": 0b01}}
         coverage = json.loads(fuzz(tmp_path, "--cases", "4", "--coverage", "--json").stdout)[
             "coverage"
@@ -233,12 +229,12 @@ class TestCoverage:
         ids = coverage["mutants_by_feature"]["model.name=params"]
         assert {one.id for one in find_mutants(ids)} == {*ids}
 
-    def test_what_the_target_does_not_follow_is_not_asked_for(self, tmp_path, pool):
+    def test_options_not_followed_are_not_listed_as_missing(self, tmp_path, pool):
         pool.outcome = {"cases_with": {"reload": 0b11}}
         done = fuzz(tmp_path, "--cases", "4", "--coverage", "--target", "torch-ddp")
         assert "system.reduce_buffer_elems" not in done.output.partition("Never drawn:")[0]
 
-    def test_the_order_of_its_lines_does_not_depend_on_anything_else(self, tmp_path, pool):
+    def test_order_of_lines_is_deterministic(self, tmp_path, pool):
         pool.outcome = {"cases_with": {"reload": 0b11, "world.races=true": 0b10}}
         one, other = (fuzz(tmp_path / name, "--cases", "4", "--coverage") for name in "ab")
         assert one.output.split("Not yet covered")[0] == other.output.split("Not yet covered")[0]
@@ -265,24 +261,24 @@ NO_CASE = {
 
 
 @pytest.mark.parametrize(("options", "outcome", "said"), NO_CASE.values(), ids=NO_CASE)
-def test_where_no_case_ran_nothing_was_shown(tmp_path, pool, options, outcome, said):
+def test_campaign_without_cases_has_exit_status_5(tmp_path, pool, options, outcome, said):
     pool.outcome = outcome
     assert_ended(fuzz(tmp_path, *options), 5, said)
 
 
-def test_all_ran_earlier(tmp_path, pool):
+def test_campaign_without_remaining_cases_has_exit_status_5(tmp_path, pool):
     fuzz(tmp_path, "--cases", "50")
     assert_ended(fuzz(tmp_path, "--cases", "50"), 5, "all 50 were run earlier. Try more --cases")
 
 
-def test_a_campaign_that_is_stopped_says_why(tmp_path, pool):
+def test_stopped_campaign_prints_its_reason(tmp_path, pool):
     pool.outcome = {"verdicts": {"error": 50}, "futile": "all end in the same error: no module"}
     done = fuzz(tmp_path, "--cases", "200")
     assert "\nStopped: all end in the same error: no module.\n" in done.output
     assert done.output.startswith("50 cases") or "\n50 cases" in done.output
 
 
-def test_what_is_not_kept_is_shown_whole(tmp_path, pool):
+def test_case_of_a_finding_without_a_bundle_is_printed(tmp_path, pool):
     found = replace(FOUND, bundle="", scenario="schema = 1\n", unkept="No space left on device")
     pool.outcome = {"found": (found,)}
     done = fuzz(tmp_path, "--cases", "10")
@@ -290,7 +286,7 @@ def test_what_is_not_kept_is_shown_whole(tmp_path, pool):
     assert "bundle      none: No space left on device; its case is\n    schema = 1\n" in done.output
 
 
-def test_a_full_disk_is_4(tmp_path, pool, monkeypatch):
+def test_full_disk_has_exit_status_4(tmp_path, pool, monkeypatch):
     def full(self, report):
         raise EnvironmentProblem("got: No space left on device")
 
@@ -300,7 +296,7 @@ def test_a_full_disk_is_4(tmp_path, pool, monkeypatch):
     assert "50 cases" in done.stdout
 
 
-def test_what_was_found_earlier_is_judged_again(tmp_path, pool, monkeypatch):
+def test_earlier_findings_are_judged_again(tmp_path, pool, monkeypatch):
     pool.outcome = {"found": (FOUND,), "keys": {"equality.grad|reduce|dense|values|": 1}}
     fuzz(tmp_path, "--cases", "10")
     pool.outcome = {}
@@ -312,7 +308,7 @@ def test_what_was_found_earlier_is_judged_again(tmp_path, pool, monkeypatch):
     assert f"bundle      {tmp_path}/fixed/0123456789ab" in done.output
 
 
-def test_a_corpus_of_an_earlier_version_is_converted_and_that_is_said(tmp_path, pool):
+def test_conversion_of_an_old_corpus_is_printed(tmp_path, pool):
     head = {"format": "zero_sim corpus", "version": 1, "seed": 0, "target": "zero_sim"}
     old = tmp_path / "batches-1-of-1.jsonl"
     old.write_text(json.dumps(head | {"cases": 50, "shard": [1, 1]}) + "\n")

@@ -23,19 +23,19 @@ def test_each_command_is_in_one_group():
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_first_line_is_whole_on_80_columns(name):
+def test_first_line_fits_80_columns(name):
     first = main.commands[name].help.splitlines()[0]
     assert any(line.strip() == f"{name}  {first}" or line.endswith(f"  {first}")
                for line in help_of().splitlines())  # fmt: skip
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_examples_are_understood(name):
+def test_examples_are_valid_commands(name):
     examples = examples_of(name)
     assert examples
     for program, command, *arguments in examples:
         assert (program, command) == ("zero-sim", name)
         if ">" in arguments:
             arguments = arguments[: arguments.index(">")]
-        # Fails on an option that there is not. Files need not exist.
+        # Unknown options fail here. Files need not exist.
         main.commands[name].make_context(command, arguments)

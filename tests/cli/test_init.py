@@ -1,4 +1,4 @@
-"""`zero-sim init`: files that work as they are, run as a user would."""
+"""`zero-sim init`: templates that work unchanged, run as a user would."""
 
 import subprocess
 import sys
@@ -47,7 +47,7 @@ def test_each_option_writes_its_files(folder, options, expected):
     assert files(folder) == expected
 
 
-def test_every_template_is_written_as_it_is(folder):
+def test_templates_are_copied_unchanged(folder):
     invoke("--engine", "--script", "--test")
     assert files(folder) == files(TEMPLATES)
     assert all((folder / name).read_text() == (TEMPLATES / name).read_text() for name in ENGINE)
@@ -63,7 +63,7 @@ def test_existing_files_are_listed_and_nothing_is_written(folder):
     assert (folder / "engine.py").read_text() == "mine"
 
 
-def test_a_folder_is_made_and_entered_first(folder):
+def test_folder_is_created_and_entered_first(folder):
     done = invoke("new/place", "--script")
     assert files(folder / "new" / "place") == ["train.py"]
     expected = "  cd new/place\n  zero-sim torchrun --against 1 --nproc-per-node 2 train.py\n"
@@ -71,7 +71,7 @@ def test_a_folder_is_made_and_entered_first(folder):
 
 
 def run_next(folder, *options):
-    """Run each command that is printed, as a user would; their outputs."""
+    """Run each printed command as a user would. Returns their outputs."""
     lines = invoke(*options).output.partition("next:\n")[2].splitlines()
     outputs = []
     for line in lines:
@@ -85,7 +85,7 @@ def run_next(folder, *options):
     return outputs
 
 
-def test_the_engine_passes_the_commands_that_are_printed(folder):
+def test_engine_template_passes_its_printed_commands(folder):
     test, run, fuzz = run_next(folder)
     assert "1 passed" in test
     assert "8 cases: 8 passed" in run
@@ -94,11 +94,11 @@ def test_the_engine_passes_the_commands_that_are_printed(folder):
     assert "20 pass;" in fuzz
 
 
-def test_the_script_passes_the_command_that_is_printed(folder):
+def test_script_template_passes_its_printed_command(folder):
     (against,) = run_next(folder, "--script")
     assert against.startswith("EQUAL up to rounding")
 
 
-def test_the_tests_on_ranks_pass_by_the_command_that_is_printed(folder):
+def test_test_template_passes_its_printed_command(folder):
     (test,) = run_next(folder, "--test")
     assert "4 passed" in test

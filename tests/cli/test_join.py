@@ -1,4 +1,4 @@
-"""`zero-sim fuzz --join`: what shards found together, and its exit status."""
+"""`zero-sim fuzz --join`: joined results of shards, and exit status."""
 
 import json
 from dataclasses import replace
@@ -17,12 +17,12 @@ def join(*places, into, options=()):
     return CliRunner().invoke(main, ["fuzz", *map(str, words), "--corpus", str(into), *options])
 
 
-def test_all_shards_without_a_finding_are_0(tmp_path):
+def test_all_shards_without_a_finding_have_exit_status_0(tmp_path):
     files = [make_shard(tmp_path / f"{n}", n, batches=[n - 1]) for n in (1, 2)]
     assert_ended(join(*files, into=tmp_path / "all"), 0, "100 cases", "100 pass")
 
 
-def test_shards_that_are_missing_are_3_and_named(tmp_path):
+def test_missing_shards_are_named_with_exit_status_3(tmp_path):
     one = make_shard(tmp_path / "a", 2, of=3, batches=[1])
     done = join(one, into=tmp_path / "all")
     assert_ended(done, 3, "Missing of 3 shards: 1, 3.")
@@ -33,11 +33,11 @@ def test_shards_that_are_missing_are_3_and_named(tmp_path):
     assert (told["shards"], told["shards_missing"], told["exit_status"]) == (3, [1, 3], 3)
 
 
-def test_shards_that_ran_no_batch_are_told_of(tmp_path):
+def test_shards_without_batches_have_exit_status_3(tmp_path):
     assert_ended(join(make_shard(tmp_path / "a", 1), into=tmp_path / "all"), 3, "No case was run")
 
 
-def test_a_campaign_goes_on_from_what_was_joined(tmp_path):
+def test_joined_campaign_can_be_continued(tmp_path):
     def fuzz(*arguments):
         return CliRunner().invoke(
             main, ["fuzz", "--seed", "7", "--jobs", "1", *map(str, arguments)]
@@ -61,11 +61,11 @@ def test_a_campaign_goes_on_from_what_was_joined(tmp_path):
         (["--join", ".", "--corpus", "b", "--seed", "0"], "expected --seed without --join"),
     ],
 )
-def test_what_is_not_said_rightly_is_2(options, words):
+def test_invalid_options_have_exit_status_2(options, words):
     assert_ended(CliRunner().invoke(main, ["fuzz", *options]), 2, words, on="stderr")
 
 
-def test_the_target_of_a_corpus_is_not_imported(tmp_path, monkeypatch):
+def test_target_of_a_corpus_is_not_imported(tmp_path, monkeypatch):
     (tmp_path / "stranger.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     with open_corpus(tmp_path / "1", head=replace(HEAD, target="stranger:Target")) as corpus:
@@ -75,7 +75,7 @@ def test_the_target_of_a_corpus_is_not_imported(tmp_path, monkeypatch):
     assert "Features of 50 cases" in done.stdout
 
 
-def test_the_coverage_of_shards_is_that_of_all_their_cases(tmp_path):
+def test_coverage_of_shards_is_that_of_all_their_cases(tmp_path):
     shards = []
     for number, cases_with in enumerate(
         ({"reload": 0b11, "world.races=true": 0b01}, {"reload": 0b100, "world.races=true": 0b100}),

@@ -1,4 +1,4 @@
-"""Whatever lies where a command looks for a file or a folder: a message and exit status 2."""
+"""Irregular files and folders in place of a command's arguments: a message and exit status 2."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ READING = {
     "report": ("report",),
     "export": ("export", "--chrome", "c.json"),
 }
-"""The commands that are given a file or a folder, which stands last."""
+"""Commands whose last argument is a file or a folder."""
 CONTENT = {
     "empty": b"",
     "latin-1": b"# \xe9\n",
@@ -29,7 +29,7 @@ KINDS = ("fifo", "socket", "loop", "dangling", "device", "folder", "missing", "l
 
 
 def make(path, kind):
-    """Something at a path, or a path that can be nothing's."""
+    """Make something irregular at a path, or return an impossible path."""
     if kind in CONTENT:
         path.write_bytes(CONTENT[kind])
     elif kind == "long":
@@ -40,7 +40,7 @@ def make(path, kind):
 
 
 def said(result):
-    """The lines of a mistake that was told as one."""
+    """Return the lines of a usage error."""
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.exit_code == 2
     assert "Traceback" not in result.output
@@ -49,8 +49,8 @@ def said(result):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("command", READING)
-def test_what_is_no_file_to_read(invoke, command, kind):
-    """Told in a few lines, at once: a pipe is not waited for."""
+def test_irregular_file_is_refused(invoke, command, kind):
+    """The message has few lines and comes at once, without waiting for a pipe."""
     path = make(Path("odd.toml"), kind)
     lines = said(invoke(*READING[command], path))
     assert 1 <= len(lines) <= 4
@@ -59,7 +59,7 @@ def test_what_is_no_file_to_read(invoke, command, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("command", sorted(set(READING) - {"run"}))
-def test_what_is_no_file_in_a_bundle(invoke, command, kind):
+def test_irregular_file_in_a_bundle_is_refused(invoke, command, kind):
     Path("odd").mkdir()
     make(Path("odd/bundle.json"), kind)
     assert len(said(invoke(*READING[command], "odd"))) <= 3
@@ -83,8 +83,7 @@ def test_what_is_no_file_in_a_bundle(invoke, command, kind):
     ],
     ids=" ".join,
 )
-def test_a_file_for_a_folder_and_a_folder_for_a_file(invoke, arguments):
-    """Before anything is done."""
+def test_file_and_folder_confused_is_refused_before_any_work(invoke, arguments):
     before = sorted(Path.cwd().rglob("*"))
     assert said(invoke(*arguments))
     assert sorted(Path.cwd().rglob("*")) == before
@@ -100,8 +99,7 @@ def test_a_file_for_a_folder_and_a_folder_for_a_file(invoke, arguments):
     ],
     ids=" ".join,
 )
-def test_a_pipe_that_nobody_reads_is_not_waited_for(invoke, bundle, arguments):
-    """It is told, and the pipe stays."""
+def test_pipe_without_a_reader_is_refused(invoke, bundle, arguments):
     os.mkfifo("pipe")
     lines = said(invoke(*(bundle if word == "BUNDLE" else word for word in arguments)))
     assert any("pipe, got: a pipe without a reader. Try another place" in line for line in lines)
@@ -109,15 +107,14 @@ def test_a_pipe_that_nobody_reads_is_not_waited_for(invoke, bundle, arguments):
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "loop"])
-def test_what_is_no_file_of_a_corpus(invoke, kind):
+def test_irregular_file_in_a_corpus_is_refused(invoke, kind):
     Path("corpus").mkdir()
     make_odd(Path("corpus/shard-1-of-1.sqlite"), kind)
     (line,) = said(invoke("fuzz", "--cases", "1", "--corpus", "corpus"))
     assert "expected to read corpus/shard-1-of-1.sqlite, a file of a corpus, got: a" in line
 
 
-def test_a_name_never_leaves_the_folder(invoke, bundle):
-    """Nor holds what a terminal would do."""
+def test_name_cannot_leave_the_folder(invoke, bundle):
     before = sorted(Path.cwd().rglob("*"))
     for name in ("../up", "/tmp/x", "a/b", "..", ".", ".hidden", "a\nb", "a\x1b"):
         result = invoke("replay", bundle, "--freeze", "--folder", "frozen", "--name", name)
@@ -126,8 +123,8 @@ def test_a_name_never_leaves_the_folder(invoke, bundle):
     assert sorted(Path.cwd().rglob("*")) == before
 
 
-def test_traces_are_called_by_what_files_may_be_called(invoke):
-    """Whatever the ids of cases are, they stay in their folder."""
+def test_trace_names_are_valid_file_names(invoke):
+    """For any ids of cases, traces stay in their folder."""
     model = '[model]\nname = "mlp"\nhidden = 2\nblocks = 1\n[run]\nsteps = 1\n'
     for number, name in enumerate(("../../up", "/etc/x", "..", "a" * 900)):
         text = f'schema = 1\nname = "{name}"\n{model}'

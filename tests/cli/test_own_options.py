@@ -1,4 +1,4 @@
-"""`--option name=value`: options of a target's own in run, replay, shrink and fuzz."""
+"""`--option name=value`: options of a target in run, replay, shrink and fuzz."""
 
 import json
 import shlex
@@ -35,7 +35,7 @@ def said(done, label):
     return shlex.split(line.removeprefix(f"  {label}: "))[1:]
 
 
-def test_an_option_is_set_and_said_again(invoke):
+def test_option_is_set_and_part_of_printed_commands(invoke):
     assert invoke("run", "case.toml").exit_code == 0
     wrong = invoke("run", "case.toml", *WRONG)
     assert wrong.exit_code == 1, wrong.output
@@ -45,14 +45,14 @@ def test_an_option_is_set_and_said_again(invoke):
     assert CliRunner().invoke(main, [*replay, "--option", "wrong by=1.0"]).exit_code == 0
 
 
-def test_a_smaller_case_has_it(invoke):
+def test_shrunk_case_keeps_the_needed_option(invoke):
     done = invoke("shrink", "case.toml", *WRONG, "--option", "fast=true")
     assert done.exit_code == 1, done.output
     assert "wrong by" in done.output
     assert "fast" not in done.output
 
 
-def test_all_cases_of_a_campaign_have_it(invoke):
+def test_all_cases_of_a_campaign_have_the_option(invoke):
     done = invoke("fuzz", "--cases", "2", "--jobs", "1", "--json", *WRONG)
     assert done.exit_code == 1, done.output
     assert json.loads(done.stdout)["cases"] == 2
@@ -66,7 +66,7 @@ def test_all_cases_of_a_campaign_have_it(invoke):
         ("fast=1", "expected true or false, got '1'"),
     ],
 )
-def test_a_mistake_in_one_is_named(invoke, option, words):
+def test_invalid_option_is_refused(invoke, option, words):
     done = invoke("run", "case.toml", "--option", option)
     assert done.exit_code == 2
     assert words in done.output

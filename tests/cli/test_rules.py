@@ -1,4 +1,4 @@
-"""`zero-sim rules`: how it ends, and what it says then."""
+"""`zero-sim rules`: exit status and output."""
 
 import itertools
 import json
@@ -13,27 +13,27 @@ from zero_sim.rules.report import FoundRules
 
 @pytest.fixture
 def found(monkeypatch):
-    """What is found, of whatever target."""
+    """Rules found for any target."""
     found = FoundRules(target="mine")
     monkeypatch.setattr(found_rules, "find_rules", lambda target: found)
     return found
 
 
-def test_nothing_wrong_ends_with_0(found):
+def test_no_contradiction_has_exit_status_0(found):
     ended = CliRunner().invoke(rules, ["--target", "zero_sim"])
     assert ended.exit_code == 0
     assert "WRONG" not in ended.stdout
 
 
 @pytest.mark.parametrize("said", ["contradicted", "alarms"])
-def test_what_is_wrong_ends_with_1(found, said):
+def test_contradiction_or_alarm_has_exit_status_1(found, said):
     getattr(found, said).append("something")
     ended = CliRunner().invoke(rules, ["--target", "zero_sim", "--json"])
     assert ended.exit_code == 1
     assert json.loads(ended.stdout)[said] == ["something"]
 
 
-def test_an_alarm_is_said_first_and_last(found):
+def test_alarm_is_printed_first_and_last(found):
     found.alarms.append("3 ranks differ")
     lines = CliRunner().invoke(rules, ["--target", "zero_sim"]).stdout.splitlines()
     assert lines[0] == "# DO NOT DECLARE THIS: something is wrong, see the end"
@@ -53,9 +53,7 @@ def test_an_alarm_is_said_first_and_last(found):
         ({"divide_by": "ranks"}, "divide_by", "M x their mean", "micro-batches, too"),
     ],
 )
-def test_a_factor_that_nobody_divides_by_is_said_beside_its_rule(
-    found, numerics, field, factor, count
-):
+def test_missing_division_is_explained_at_its_rule(found, numerics, field, factor, count):
     found.numerics |= numerics
     shown = CliRunner().invoke(rules, ["--target", "zero_sim"])
     told = CliRunner().invoke(rules, ["--target", "zero_sim", "--json"])
@@ -73,7 +71,7 @@ def test_a_factor_that_nobody_divides_by_is_said_beside_its_rule(
 @pytest.mark.parametrize(
     "numerics", [{}, {"divide": "post"}, {"divide": "pre", "divide_by": "micro-batches"}]
 )
-def test_nothing_is_said_beside_rules_that_divide_by_all(found, numerics):
+def test_complete_division_needs_no_comment(found, numerics):
     found.numerics |= numerics
     assert (
         "#" not in CliRunner().invoke(rules, ["--target", "zero_sim"]).stdout.split("numerics")[1]
@@ -81,14 +79,14 @@ def test_nothing_is_said_beside_rules_that_divide_by_all(found, numerics):
     assert found.as_dict()["undivided"] == {}
 
 
-def test_limits_are_said_with_the_first_of_their_cases(found):
+def test_limits_are_printed_with_their_first_cases(found):
     found.limits["AssertionError at optim.py:8: 12 % 7"] = ["a", "b", "c", "d"]
     ended = CliRunner().invoke(rules, ["--target", "zero_sim"])
     assert ended.exit_code == 0
     assert "  AssertionError at optim.py:8: 12 % 7: 'a', 'b', 'c', ..." in ended.stdout
 
 
-def test_what_is_unclear_could_not_be_determined(found):
+def test_unclear_rule_is_printed_as_undetermined(found):
     found.unclear.append("norm: taken as told")
     ended = CliRunner().invoke(rules, ["--target", "zero_sim"])
     assert "Could not be determined:\n  norm: taken as told\n" in ended.stdout

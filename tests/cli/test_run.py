@@ -1,4 +1,4 @@
-"""`zero-sim run` as a whole: output and exit status."""
+"""`zero-sim run`: output and exit status."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ BAD = 'schema = 1\n[model]\nname = "mpl"\n[run]\nsteps = 0\n'
 
 
 def judge_by_name(scenario):
-    """What the file is called is what comes of it."""
+    """Return the result, or raise the error, for the name of a scenario."""
     name = scenario.name
     if name == "environment":
         raise EnvironmentProblem("expected scikit-learn, which is not installed.")
@@ -44,7 +44,7 @@ def judge_by_name(scenario):
 
 @pytest.fixture
 def invoke(monkeypatch, tmp_path):
-    """Run the command in a folder with one scenario a name, judged by `judge_by_name`."""
+    """Run the command in a folder with one scenario per name, judged by `judge_by_name`."""
 
     @contextlib.contextmanager
     def open_judge(chosen):
@@ -80,12 +80,12 @@ def invoke(monkeypatch, tmp_path):
         (["inconclusive", "pass"], 3),
     ],
 )
-def test_exit_status(invoke, names, status):
-    """Of several, 1 outweighs 2, then 4, then 3."""
+def test_exit_status_is_that_of_the_most_severe_result(invoke, names, status):
+    """Precedence is 1, 2, 4, 3."""
     assert invoke(*names).exit_code == status
 
 
-def test_every_case_runs_whatever_came_before(invoke):
+def test_every_case_runs_after_any_result(invoke):
     result = invoke("bad", "crash", "environment", "usage", "pass")
     marks = [line.split()[0] for line in result.stdout.splitlines() if line[:1].isupper()]
     assert marks == ["ERROR", "ERROR", "ERROR", "PASS"]
@@ -97,30 +97,30 @@ def test_every_case_runs_whatever_came_before(invoke):
     ("names", "options", "shown"),
     [(["noted"], (), 1), (["noted", "pass"], (), 0), (["noted", "pass"], ("-v",), 1)],
 )
-def test_notes_of_passing_cases(invoke, names, options, shown):
-    """Of many cases they would bury the lines."""
+def test_notes_of_passing_cases_are_printed_for_one_case_or_verbose(invoke, names, options, shown):
+    """Notes of many cases would hide the lines."""
     assert invoke(*names, options=options).stdout.count("  note: a note") == shown
 
 
 class TestManyCases:
     NAMES = tuple(f"pass{number}" for number in range(50))
 
-    def test_each_that_passes_is_a_dot(self, invoke):
+    def test_each_pass_is_a_dot(self, invoke):
         result = invoke(*self.NAMES, "fail")
         assert result.stdout.count("FAIL") == 1
         assert "PASS" not in result.stdout
         assert result.stdout.splitlines()[-1].startswith("51 cases: 50 passed, 1 failed in ")
         row, last = result.stderr.splitlines()[:2]
         assert row == 50 * "." + "  [50/51]"
-        # The report of the failed case began a line of its own.
+        # The report of the failed case started a new line.
         assert last == "F" + 49 * " " + "  [51/51]"
 
-    def test_each_is_shown_if_asked_for(self, invoke):
+    def test_each_case_is_printed_with_verbose(self, invoke):
         result = invoke(*self.NAMES, options=("-v",))
         assert result.stdout.count("PASS") == 50
         assert "[50/50]" not in result.stderr
 
-    def test_few_of_them_cover_what_all_have(self, invoke):
+    def test_cover_selects_few_cases_with_all_features(self, invoke):
         Path("many.toml").write_text(
             GOOD + '[matrix]\n"run.seed" = [1, 2, 3]\n"system.stage" = [1, 2]\n'
         )
@@ -131,7 +131,7 @@ class TestManyCases:
         assert report["left_out"] == {why: 5}
 
 
-def test_all_problems_of_a_bad_file_are_printed(invoke):
+def test_all_problems_of_a_file_are_printed(invoke):
     result = invoke("bad", "pass")
     assert "bad.toml: 2 problems" in result.stderr
     assert 'Did you mean "mlp"?' in result.stderr
@@ -139,23 +139,22 @@ def test_all_problems_of_a_bad_file_are_printed(invoke):
     assert "PASS" in result.stdout
 
 
-def test_errors_of_ours_have_no_traceback(invoke):
+def test_own_errors_have_no_traceback(invoke):
     assert "Traceback" not in invoke("environment", "usage", "bad").output
 
 
-def test_unexpected_errors_have_one(invoke):
+def test_unexpected_errors_have_a_traceback(invoke):
     out = invoke("crash").stdout
     assert "RuntimeError: boom" in out.splitlines()[0]
     assert "internal.error: zero_sim raised an unexpected error" in out
     assert "Traceback" in out
 
 
-def test_failure_says_how_to_run_it_again(invoke):
+def test_failure_contains_its_reproduce_command(invoke):
     assert "  reproduce: zero-sim run fail.toml -k fail" in invoke("fail").stdout
 
 
-def test_the_stall_limit_goes_into_every_case(invoke, monkeypatch):
-    """And into the command that runs one again."""
+def test_stall_limit_applies_to_cases_and_printed_commands(invoke, monkeypatch):
     seen = []
 
     @contextlib.contextmanager
@@ -171,34 +170,34 @@ def test_the_stall_limit_goes_into_every_case(invoke, monkeypatch):
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "soon"])
-def test_a_stall_limit_that_is_none(invoke, seconds):
+def test_invalid_stall_limit_is_refused(invoke, seconds):
     assert invoke("pass", options=("--stall-seconds", seconds)).exit_code == 2
 
 
-def test_expression_selects(invoke):
+def test_expression_selects_cases(invoke):
     result = invoke("pass", "fail", options=("-k", "not fail"))
     assert result.exit_code == 0
     assert result.stdout.splitlines()[-1].startswith("1 case: 1 passed")
 
 
-def test_nothing_selected(invoke):
+def test_empty_selection_has_exit_status_5(invoke):
     result = invoke("pass", "fail", options=("-k", "nothing"))
     assert_ended(result, 5, "2 cases, none matches -k 'nothing'", on="stderr")
 
 
-def test_malformed_expression(invoke):
+def test_malformed_expression_is_refused(invoke):
     result = invoke("pass", options=("-k", "a and"))
     assert_ended(result, 2, "Error: -k 'a and': expected a word", on="stderr")
     assert result.stdout == ""
 
 
-def test_path_that_is_not_there(invoke):
+def test_missing_path_is_refused_and_other_cases_run(invoke):
     result = invoke("pass", options=("gone.toml",))
     assert_ended(result, 2, "gone.toml: 1 problem", on="stderr")
     assert "1 passed" in result.stdout
 
 
-def test_interrupt_says_what_was_done(invoke):
+def test_interrupt_prints_finished_cases(invoke):
     result = invoke("pass", "interrupt", "fail")
     assert result.exit_code == 130
     assert "Interrupted during interrupt." in result.stderr
@@ -206,7 +205,7 @@ def test_interrupt_says_what_was_done(invoke):
 
 
 class TestJUnit:
-    def test_every_case_is_in_it(self, invoke):
+    def test_junit_contains_every_case(self, invoke):
         names = ("bad", "pass", "fail", "interrupt", "noted")
         result = invoke(*names, options=("--junit", "j.xml"))
         assert result.exit_code == 130
@@ -222,13 +221,13 @@ class TestJUnit:
             "noted": ["skipped"],
         }
 
-    def test_a_place_that_cannot_be_written_costs_no_verdict(self, invoke):
+    def test_unwritable_junit_path_does_not_change_the_verdict(self, invoke):
         result = invoke("pass", options=("--junit", "pass.toml/j.xml"))
         assert_ended(result, 2, "1 passed", on="stdout")
         assert "expected to write JUnit XML" in result.stderr
 
 
-def test_what_was_not_observed_is_told_once(invoke):
+def test_unobserved_parts_are_listed_once(invoke):
     lines = invoke("pass", "silent").stdout.splitlines()
     title = "Not observed, because the target does not report it:"
     assert lines[lines.index(title) : -1] == [
@@ -254,8 +253,8 @@ class TestJson:
         assert [case["id"] for case in report["cases"]] == ["pass", "fail"]
         assert "a model that prints" in result.stderr
 
-    def test_shape_of_a_case(self, invoke):
-        """The keys that other programs read."""
+    def test_json_keys_of_a_case(self, invoke):
+        """Other programs read these keys."""
         report = json.loads(invoke("fail", options=("--json",)).stdout)
         (case,) = report["cases"]
         assert (case["id"], case["verdict"], case["seconds"]) == ("fail", "fail", 0.1)
@@ -264,7 +263,7 @@ class TestJson:
         assert (finding["check"], finding["step"], finding["rank"]) == ("equality.params", 1, None)
         assert report["exit_status"] == 1
 
-    def test_shape_of_a_problem(self, invoke):
+    def test_json_keys_of_a_problem(self, invoke):
         report = json.loads(invoke("bad", options=("--json",)).stdout)
         assert report["cases"] == []
         assert [problem["path"] for problem in report["problems"]] == ["model.name", "run.steps"]
@@ -273,7 +272,6 @@ class TestJson:
     @pytest.mark.parametrize(
         ("names", "options", "status"), [(["pass"], ("-k", "no"), 5), (["interrupt"], (), 130)]
     )
-    def test_is_printed_whatever_happens(self, invoke, names, options, status):
-        """A reader of stdout always finds an object."""
+    def test_json_is_printed_with_any_exit_status(self, invoke, names, options, status):
         result = invoke(*names, options=("--json", *options))
         assert result.exit_code == json.loads(result.stdout)["exit_status"] == status

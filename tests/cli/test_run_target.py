@@ -1,4 +1,4 @@
-"""`zero-sim run --target`: another system in place of the scenarios' own."""
+"""`zero-sim run --target`: another target in place of the scenarios' own."""
 
 import json
 import os
@@ -53,12 +53,12 @@ def invoke(tmp_path, monkeypatch):
     return lambda target, *more: CliRunner().invoke(main, [*command, target, *more])
 
 
-def test_a_users_own_is_judged(invoke):
+def test_user_target_is_judged(invoke):
     assert_ended(invoke("a_wrong_target:Mine"), 1, "--target a_wrong_target:Mine")
 
 
-class TestCommandsThatRepeatIt:
-    """Of a system that is imported, each names it: nothing else would find it."""
+class TestPrintedCommands:
+    """Printed commands contain the imported target, because nothing else could find it."""
 
     TARGET = "a_wrong_target:Mine"
 
@@ -67,38 +67,38 @@ class TestCommandsThatRepeatIt:
         return CliRunner().invoke(main, shlex.split(line.removeprefix(f"  {label}: "))[1:])
 
     @pytest.mark.parametrize("label", ["reproduce", "replay"])
-    def test_of_a_run(self, invoke, label):
+    def test_commands_of_a_run_repeat_it(self, invoke, label):
         assert_ended(self.again(invoke(self.TARGET), label), 1, "invariant.ownership")
 
-    def test_of_a_replay(self, invoke):
+    def test_command_of_a_replay_repeats_it(self, invoke):
         replayed = self.again(invoke(self.TARGET), "replay")
         assert self.again(replayed, "replay").output.startswith("FAILED ")
 
     @pytest.mark.parametrize("label", ["reproduce", "replay"])
-    def test_of_a_smaller_case(self, invoke, label):
+    def test_commands_of_a_shrunk_case_repeat_it(self, invoke, label):
         options = ["--target", self.TARGET, "--output", "small.toml"]
         done = CliRunner().invoke(main, ["shrink", "case.toml", *options])
         assert done.exit_code == 1, done.output
         assert "invariant.ownership" in self.again(done, label).output
 
-    def test_a_bundle_alone_imports_nothing(self, invoke):
-        """And does not call a failure of somebody's system fixed in ours."""
+    def test_bundle_does_not_import_its_target(self, invoke):
+        """Otherwise a failure of another system could count as fixed in zero_sim."""
         invoke(self.TARGET)
         (bundle,) = Path(".zero-sim/bundles").iterdir()
         done = CliRunner().invoke(main, ["replay", bundle.name])
         assert_ended(done, 2, f"run `zero-sim replay {bundle.name} --target {self.TARGET}`")
 
 
-def test_a_case_outside_the_capabilities_is_refused(invoke):
+def test_case_outside_the_capabilities_is_refused(invoke):
     assert_ended(invoke("torch-ddp"), 2, "system.stage: this target supports 0, got 1. Try 0.")
 
 
-def test_what_it_cannot_be_asked_for_can_be_left_out(invoke):
+def test_able_omits_unsupported_cases(invoke):
     done = invoke("torch-ddp", "--able")
     assert_ended(done, 5, "1 case left out: target 'torch-ddp' does not support system.stage")
 
 
-def test_a_registered_one_is_judged_on_the_case(invoke):
+def test_registered_target_is_judged(invoke):
     result = invoke("torch-zero-redundancy")
     assert result.exit_code == 0, result.output
 
@@ -109,8 +109,10 @@ def run_in_process(target):
     return subprocess.run(command, env=env, capture_output=True, text=True)
 
 
-def test_one_that_ends_the_process_is_no_success(invoke, tmp_path):
-    """Not with any status: that of the command comes from a process that did not import it."""
+def test_target_that_ends_the_process_is_an_error(invoke, tmp_path):
+    """For any exit status, because the command runs in a process that does not import the
+    target.
+    """
     (tmp_path / "an_ending_target.py").write_text("import os\n\nos._exit(0)\n")
     done = run_in_process("an_ending_target:Mine")
     assert (done.returncode, done.stdout) == (2, "")
@@ -118,15 +120,15 @@ def test_one_that_ends_the_process_is_no_success(invoke, tmp_path):
     assert 'an_ending_target.py", line 3, in <module>\n    os._exit(0)\n' in done.stderr
 
 
-def test_one_that_ends_the_process_in_a_step_is_a_finding(invoke, tmp_path):
-    """A rank that exits is a rank that failed, and the other cases go on."""
+def test_target_that_ends_the_process_in_a_step_is_a_finding(invoke, tmp_path):
+    """A rank that exits has failed, and the other cases continue."""
     (tmp_path / "a_leaving_target.py").write_text(
         MODULE.replace("next(module.parameters()).data[0] += 1", "os._exit(0)")
     )
     assert_ended(invoke("a_leaving_target:Mine"), 1, "world.rank-failed", "os._exit(0)")
 
 
-def test_one_that_ends_it_where_it_is_asked_for_something_is_refused(invoke, tmp_path):
+def test_target_that_exits_in_refuses_is_an_error(invoke, tmp_path):
     (tmp_path / "a_refusing_target.py").write_text(
         MODULE + "\n    def refuses(self, scenario):\n        sys.exit(0)\n"
     )
@@ -135,8 +137,8 @@ def test_one_that_ends_it_where_it_is_asked_for_something_is_refused(invoke, tmp
     assert "click" not in result.output
 
 
-def test_real_processes_judge_a_users_own_and_one_that_ends_costs_its_case(tmp_path, monkeypatch):
-    """Each rank imports it; who dies is named with its status."""
+def test_rank_that_dies_on_real_processes_costs_its_case(tmp_path, monkeypatch):
+    """Each rank imports the target; the one that dies is named with its exit status."""
     monkeypatch.chdir(tmp_path)
     parts = '[system]\nstage = 0\n[world]\nsize = 2\n[matrix]\n"run.seed" = [1, 2]\n'
     Path("cases.toml").write_text(SCENARIO + parts)
@@ -163,7 +165,7 @@ def without_libraries(monkeypatch):
 
 
 @pytest.mark.usefixtures("without_libraries")
-def test_a_case_whose_library_is_not_installed_is_left_out_with_the_reason(tmp_path, monkeypatch):
+def test_case_without_its_library_is_omitted_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("theirs.toml").write_text(LIBRARY_CASE)
     Path("ours.toml").write_text(SCENARIO)
@@ -172,7 +174,7 @@ def test_a_case_whose_library_is_not_installed_is_left_out_with_the_reason(tmp_p
 
 
 @pytest.mark.usefixtures("without_libraries")
-def test_a_library_that_was_asked_for_and_is_not_installed_is_an_error(tmp_path, monkeypatch):
+def test_requested_target_without_its_library_is_an_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("ours.toml").write_text(SCENARIO)
     ran = CliRunner().invoke(main, ["run", ".", "--no-bundles", "--target", "deepspeed-zero-1"])
@@ -180,7 +182,7 @@ def test_a_library_that_was_asked_for_and_is_not_installed_is_an_error(tmp_path,
 
 
 class TestByParamsOnly:
-    """Of a target that reports neither averaged gradients nor optimizer state."""
+    """Targets that report neither averaged gradients nor optimizer state."""
 
     CASE = """schema = 1
 [model]
@@ -194,7 +196,7 @@ stage = 0
 
     @pytest.fixture
     def judged(self, tmp_path, monkeypatch):
-        """Judges a class of `tests.run.summing`."""
+        """Judge a class of `tests.run.summing`."""
         (tmp_path / "case.toml").write_text(self.CASE)
         monkeypatch.chdir(tmp_path)
         command = ["run", "case.toml", "--target"]
@@ -202,7 +204,7 @@ stage = 0
             main, [*command, f"tests.run.summing:{name}", *more]
         )
 
-    def test_the_text_says_so(self, judged):
+    def test_pass_by_params_only_is_printed(self, judged):
         done = judged("UndividedAdam")
         assert done.exit_code == 0
         assert done.output.startswith("PASS (params only) case ")
@@ -214,7 +216,7 @@ stage = 0
         assert '<property name="scope" value="params-only" />' in Path("j.xml").read_text()
 
     @pytest.mark.parametrize("label", ["reproduce", "replay"])
-    def test_what_sgd_finds_is_repeated_by_the_commands_that_are_shown(self, judged, label):
+    def test_printed_commands_repeat_a_finding_of_sgd(self, judged, label):
         done = judged("Undivided")
         (line,) = [line for line in done.output.splitlines() if line.startswith(f"  {label}: ")]
         again = CliRunner().invoke(main, shlex.split(line.partition(": ")[2])[1:])
@@ -222,10 +224,10 @@ stage = 0
         assert "found with SGD in place of AdamW" in done.output
         assert "equality.params" in again.output
 
-    def test_the_case_that_is_shown_is_that_of_sgd(self, judged):
+    def test_printed_case_is_that_of_sgd(self, judged):
         assert '    name = "sgd"\n    lr = 1.0\n' in judged("Undivided").output
 
-    def test_a_point_that_was_worked_out_is_printed_once(self, judged):
+    def test_inferred_rule_is_printed_once(self, judged):
         Path("case.toml").write_text(f"{self.CASE}[matrix]\n'run.seed' = [0, 1]\n")
         done = judged("ShowsMeans")
         assert done.exit_code == 0

@@ -1,4 +1,4 @@
-"""What every command prints with `--json` is what its schema says."""
+"""JSON output of every command, validated against its schema."""
 
 import json
 from pathlib import Path
@@ -14,13 +14,13 @@ from zero_sim.report.schemas import COMMANDS, VERSION
 
 
 def schema_of(what):
-    """As the command line prints it."""
+    """Return a schema as the command line prints it."""
     return json.loads(CliRunner().invoke(cli.main, ["schema", what]).stdout)
 
 
 @pytest.fixture
 def outputs(invoke, broken, monkeypatch):
-    """Outputs of each command, of a system that is broken."""
+    """Outputs of each command for a broken system."""
     row = Measurement(name="a", value=1.0, unit="s", goal=None, ok=None)
     monkeypatch.setattr(bench, "run_benchmarks", lambda only: [row])
     Path("bad.toml").write_text("schema = 1\n")
@@ -54,8 +54,8 @@ def outputs(invoke, broken, monkeypatch):
     return told
 
 
-def test_of_every_command(outputs):
-    """One test for all: a broken system is run once."""
+def test_output_of_every_command_matches_its_schema(outputs):
+    """One test for all, so that the broken system runs once."""
     assert outputs.keys() == set(COMMANDS)
     for command, texts in outputs.items():
         schema = schema_of(command)
@@ -66,8 +66,8 @@ def test_of_every_command(outputs):
             jsonschema.validate(told, schema)
 
 
-def test_a_field_that_is_missing_or_strange_is_none_of_the_schema():
-    """So that the test above cannot pass for being lax."""
+def test_missing_or_unknown_field_violates_the_schema():
+    """Proves that the schemas are not too lax."""
     schema = schema_of("doctor")
     fact = {"name": "a", "value": "b", "ok": True, "note": "", "required": False}
     jsonschema.validate({"schema": VERSION, "facts": [fact]}, schema)
@@ -83,13 +83,13 @@ def test_fields_are_described():
     assert finding["step"]["description"] == "Optimizer step, counted from 0."
 
 
-def test_a_scenario_is_what_is_meant_where_nothing_is_said():
+def test_schema_of_scenarios_is_the_default():
     told = json.loads(CliRunner().invoke(cli.main, ["schema"]).stdout)
     assert told == schema_of("scenario")
     assert told["title"] == "zero_sim scenario"
 
 
-def test_what_has_no_schema_is_named():
+def test_command_without_a_schema_is_refused():
     done = CliRunner().invoke(cli.main, ["schema", "export"])
     assert done.exit_code == 2
     assert "expected the name of a schema, got 'export'" in done.output

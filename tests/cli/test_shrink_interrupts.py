@@ -1,4 +1,4 @@
-"""Ctrl-C while `zero-sim shrink` searches: what was found so far is kept."""
+"""Ctrl-C during `zero-sim shrink`: the smallest case so far is kept."""
 
 import json
 import os
@@ -54,11 +54,11 @@ DistributedOptimizer.step = undivided
 stop.listening = listening
 main()
 """
-"""The command line over a system that does not divide, and that waits in the midst of a search."""
+"""The command line with a system that does not divide and that pauses during the search."""
 
 
 def wait_for(path, process):
-    """Wait until a process that is still there has made a file."""
+    """Wait until a living process has made a file."""
     while not path.exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
@@ -66,7 +66,7 @@ def wait_for(path, process):
 
 @contextmanager
 def at_work(folder):
-    """A process that is in the midst of a search, with what it says."""
+    """Start a search and yield its process in the middle of it."""
     (folder / "one.toml").write_text(
         'schema = 1\n[model]\nname = "mlp"\n[run]\nsteps = 1\nstall_seconds = 600.0\n'
         "[world]\nsize = 3\n"
@@ -85,7 +85,7 @@ def at_work(folder):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What a process left that was interrupted once, in a case, and what it said."""
+    """Folder with the files and the output of a search interrupted once, in a case."""
     folder = tmp_path_factory.mktemp("interrupted")
     with at_work(folder) as process:
         process.send_signal(signal.SIGINT)
@@ -96,29 +96,29 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_it_ends_with_the_status_of_a_case_that_fails(folder):
+def test_interrupted_search_has_the_status_of_its_failing_case(folder):
     said = (folder / "said").read_text()
     assert said.startswith("FAIL  "), said
     assert said.endswith("\n1\n")
 
 
-def test_it_is_said(folder):
+def test_interrupt_is_printed(folder):
     said = (folder / "said").read_text()
     assert re.search("  smallest .* s; interrupted, a smaller one may exist\n", said)
 
 
-def test_it_costs_nothing_of_what_was_found(folder):
+def test_smallest_case_so_far_is_written(folder):
     small = load_scenario(folder / "small.toml")
     assert size_of(small) < size_of(load_scenario(folder / "one.toml"))
 
 
-def test_it_leaves_a_bundle_of_it(folder):
+def test_bundle_of_the_smallest_case_is_written(folder):
     (bundle,) = (folder / ".zero-sim/bundles").iterdir()
     small = load_scenario(folder / "small.toml")
     assert load_scenario(bundle / "case.toml").model == small.model
 
 
-def test_it_is_told_to_programs(invoke, broken, monkeypatch):
+def test_interrupt_is_in_json(invoke, broken, monkeypatch):
     broken(True)
     judge, count = judging.run_case, 0
 
@@ -134,11 +134,11 @@ def test_it_is_told_to_programs(invoke, broken, monkeypatch):
     assert (told["stopped"], told["complete"], told["cases"]) == ("asked", False, 3)
 
 
-def test_a_second_one_ends_it_at_once(tmp_path):
+def test_second_interrupt_ends_at_once(tmp_path):
     with at_work(tmp_path) as process:
         process.send_signal(signal.SIGINT)
         wait_for(tmp_path / "asked", process)
-        # Two that come at once are one.
+        # Two interrupts in quick succession count as one.
         time.sleep(SAME_SECONDS)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""`zero-sim torchrun`: what is said of a script, and of runs that differ."""
+"""`zero-sim torchrun`: output of a script, and of runs that differ."""
 
 import shlex
 import sys
@@ -22,7 +22,7 @@ rank = dist.get_rank()
 
 @pytest.fixture
 def torchrun(tmp_path, monkeypatch):
-    """Run a script of two ranks."""
+    """Run a script on two ranks."""
     monkeypatch.chdir(tmp_path)
 
     def run(source, *options):
@@ -33,7 +33,7 @@ def torchrun(tmp_path, monkeypatch):
     return run
 
 
-def test_what_ranks_print_is_told_by_rank(torchrun):
+def test_output_is_prefixed_by_rank(torchrun):
     done = torchrun("import sys\nprint(rank, sys.argv)\nsys.stderr.write('to err')\n")
     assert done.exit_code == 0
     assert "[rank 0]: 0 ['train.py', '--lr', '0.1']\n" in done.stdout
@@ -44,13 +44,13 @@ def test_what_ranks_print_is_told_by_rank(torchrun):
     )
 
 
-def test_one_rank_is_shown(torchrun):
+def test_output_of_one_rank_can_be_selected(torchrun):
     done = torchrun("print('hello')\ndist.barrier()\n", "--output-of", "1")
     assert done.stdout == "[rank 1]: hello\n"
     assert done.stderr.endswith("; 2 calls of collectives\n")
 
 
-def test_options_of_torchrun_are_taken(torchrun):
+def test_options_of_torchrun_are_accepted(torchrun):
     done = torchrun(
         "print(os.environ['MASTER_PORT'])\n",
         "--standalone",
@@ -64,7 +64,7 @@ def test_options_of_torchrun_are_taken(torchrun):
     assert done.stdout == "[rank 0]: 1234\n"
 
 
-def test_a_failure_is_one_message_with_a_command(torchrun):
+def test_failure_is_one_message_with_a_repeat_command(torchrun):
     done = torchrun("dist.barrier()\nraise ValueError('no')\n", "--schedule", "pct", "--seed", "3")
     assert done.exit_code == 1
     assert "raised ValueError: no\nTraceback (most recent call last):\n" in done.stderr
@@ -74,7 +74,7 @@ def test_a_failure_is_one_message_with_a_command(torchrun):
     assert (again.exit_code, again.stderr) == (done.exit_code, done.stderr)
 
 
-def test_an_exit_is_told_without_a_traceback(torchrun):
+def test_exit_is_reported_without_a_traceback(torchrun):
     done = torchrun("raise SystemExit(7)\n")
     assert done.exit_code == 1
     assert done.stderr.startswith("Error: rank 0 exited with 7 at train.py:7\n  repeat: ")
@@ -97,7 +97,7 @@ print("done")
 """
 
 
-def test_the_first_tensor_that_differs_is_named_with_its_line(torchrun):
+def test_first_differing_tensor_is_named_with_its_line(torchrun):
     done = torchrun(DIFFERS, "--runs", "3")
     assert done.exit_code == 1
     told = done.stderr.splitlines()
@@ -113,7 +113,7 @@ def test_the_first_tensor_that_differs_is_named_with_its_line(torchrun):
     assert CliRunner().invoke(cli.main, shlex.split(repeat)).stderr == done.stderr
 
 
-def test_runs_that_are_equal_say_what_was_compared(torchrun):
+def test_equal_runs_list_the_compared_points(torchrun):
     done = torchrun(DIFFERS.replace("step == 2", "step == 5"), "--runs", "3")
     assert done.exit_code == 0
     assert done.stdout.count("done") == 2
@@ -123,7 +123,7 @@ def test_runs_that_are_equal_say_what_was_compared(torchrun):
     )
 
 
-def test_lines_of_times_are_left_out_where_asked(torchrun):
+def test_ignored_lines_are_not_compared(torchrun):
     source = "import random\nprint('took', random.random(), 's')\nprint('loss', {loss})\n"
     same = source.format(loss=1)
     assert "line 1 of rank 0's output" in torchrun(same, "--runs", "2").stderr
@@ -133,7 +133,7 @@ def test_lines_of_times_are_left_out_where_asked(torchrun):
     assert "--ignore took --seeds 0,1 train.py" in other.stderr
 
 
-def test_several_runs_look_for_races(torchrun):
+def test_several_runs_detect_races(torchrun):
     source = """
 grad = torch.ones(4) * (rank + 1)
 work = dist.all_reduce(grad, async_op=True)
@@ -145,7 +145,7 @@ work.wait()
     assert torchrun(source, "--runs", "2", "--no-races").exit_code == 0
 
 
-def test_a_run_that_fails_where_the_first_did_not_is_shown(torchrun):
+def test_failure_in_a_later_run_is_reported(torchrun):
     source = """
 import random
 if rank == 0 and random.random() < 0.5:
@@ -178,7 +178,7 @@ dist.barrier()
         (["--nproc-per-nod", "2", "fine.py"], "--nproc-per-node"),
     ],
 )
-def test_usage_errors(words, said, tmp_path, monkeypatch):
+def test_usage_error_is_refused_before_the_script_runs(words, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("fine.py").write_text("print('ran')")
     Path("broken.py").write_text("def f(:")
@@ -190,21 +190,21 @@ def test_usage_errors(words, said, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("word", "gpus", "count"), [("auto", 0, 3), ("cpu", 5, 3), ("gpu", 0, 2), ("auto", 5, 5)]
 )
-def test_words_for_the_number_of_ranks(torchrun, monkeypatch, word, gpus, count):
+def test_number_of_ranks_may_be_a_word(torchrun, monkeypatch, word, gpus, count):
     monkeypatch.setattr("os.cpu_count", lambda: 3)
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     done = torchrun("print('ran')", "--nproc-per-node", word)
     assert done.stdout.count("]: ran\n") == count
 
 
-def test_a_script_runs_in_a_process_that_is_supervised():
+def test_script_runs_in_a_supervised_process():
     assert supervisor.foreign_target(["torchrun", "--runs", "2", "a/train.py", "x.py"]) == (
         "a/train.py"
     )
     assert supervisor.foreign_target(["torchrun", "-m", "pkg.train"]) == "the script"
 
 
-def test_modules_of_the_caller_are_as_before(torchrun):
+def test_modules_of_the_caller_are_restored(torchrun):
     main = sys.modules["__main__"]
     torchrun("import sys\nsys.modules['__main__'].planted = 1\n")
     assert sys.modules["__main__"] is main
@@ -224,7 +224,7 @@ for _ in range(2):
 """
 
 
-def test_replicas_that_differ_are_an_error(torchrun):
+def test_different_replicas_are_an_error(torchrun):
     done = torchrun(DRIFTING)
     assert done.exit_code == 1
     assert (
@@ -235,7 +235,7 @@ def test_replicas_that_differ_are_an_error(torchrun):
     assert "  repeat: zero-sim torchrun --nproc-per-node 2 " in done.stderr
 
 
-def test_replicas_that_may_differ_are_allowed_by_name(torchrun):
+def test_replicas_may_differ_if_allowed_by_name(torchrun):
     found = torchrun(DRIFTING, "--allow-drift", "weight")
     assert "--allow-drift weight" in found.stderr.splitlines()[-1]
     assert "replicas differ: bias" in found.stderr
@@ -250,7 +250,7 @@ def test_equal_replicas_are_counted(torchrun):
     assert done.stderr.endswith("; 2 replicas are equal on all ranks\n")
 
 
-def test_tensors_that_drift_apart_and_rows_read_twice_are_told(torchrun):
+def test_drifting_tensors_and_rows_read_twice_are_noted(torchrun):
     code = DRIFTING.replace("torch.nn.parallel.DistributedDataParallel(model)", "model")
     done = torchrun(code.replace("torch.ones(2, 4) + rank", "torch.eye(4)[rank:rank + 3]"))
     assert done.exit_code == 0
