@@ -1,4 +1,4 @@
-"""A small run whose every bit is the same in every layout, to be stopped and continued."""
+"""Small training run with equal bits in every layout, for stopping and resuming."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHAPES = ((3, 5), (7,), (), (0,), (1,), (2, 3, 2))
 
 
 class Model(nn.Module):
-    """Params of two dtypes, one of them empty, one frozen; buffers of which one is not saved."""
+    """Params of two dtypes (an empty and a frozen one included), persistent and other buffers."""
 
     def __init__(self, shapes=SHAPES, *, dtype=torch.float32):
         super().__init__()
@@ -61,7 +61,7 @@ class Run:
     steps_done: int = 0
 
     def train(self, steps):
-        """Step on gradients of rank 0 alone, which are the same for any number of ranks."""
+        """Step on rank 0's gradients only, so that any number of ranks gives the same bits."""
         for _ in range(steps):
             generator = torch.Generator().manual_seed(100 + self.steps_done)
             loss = torch.zeros(())
@@ -78,7 +78,7 @@ class Run:
         return self
 
     def facts(self):
-        """All this rank knows, as copies: what it owns by param and span, and whole tensors."""
+        """Copy all tensors of this rank: owned ones by param and span, and unsharded ones."""
         self.ddp.finish_param_gather()
         owned = {
             (f.param, f.in_param): {"master": f.master.clone()}
@@ -92,7 +92,7 @@ class Run:
 
 
 def build(*, optimizer="adamw", module=None, dtype=torch.float32, wrap=None, **config):
-    """One rank's engine; `config` as of `ZeroConfig`, `wrap` as of `DistributedOptimizer`."""
+    """Build a rank's engine; `config` is for `ZeroConfig`, `wrap` for `DistributedOptimizer`."""
     module = Model(dtype=dtype) if module is None else module
     config = zero_config(divide="none", **config)
     groups = build_redundancy_groups(dist.group.WORLD, redundancy=config.redundancy)
@@ -112,20 +112,20 @@ def load_run(path, run, *, steps_done=0, **options):
 
 
 def bits(tensor):
-    """A tensor as something that compares by bits, dtype, shape and device."""
+    """Return dtype, shape, device and bytes, which compare bit for bit."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return tensor.dtype, tuple(tensor.shape), str(tensor.device), bytes(flat.numpy())
 
 
 def same(a, b):
-    """Whether two nested dicts of tensors are equal in every bit."""
+    """Return True if two nested dicts of tensors are equal in every bit."""
     if isinstance(a, dict):
         return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
     return bits(a) == bits(b)
 
 
 def assemble(facts):
-    """Put together what the ranks own: whole flat tensors by param; checks that copies agree."""
+    """Join owned parts to flat tensors by param; replicas must agree."""
     whole = {}
     for owned, _ in facts:
         for (param, span), tensors in owned.items():
@@ -147,7 +147,7 @@ def assemble(facts):
 
 
 def assert_same_runs(facts, expected):
-    """Ranks of any number and layout hold the same bits: masters, state, params and buffers."""
+    """Assert equal masters, state, params and buffers, for any number of ranks and layout."""
     got, want = assemble(facts), assemble(expected)
     assert got.keys() == want.keys()
     for where in want:
@@ -158,7 +158,7 @@ def assert_same_runs(facts, expected):
 
 
 def reseal(path, change=lambda content: None):
-    """Change a manifest as one who may write every file: sizes and checksums are right again."""
+    """Change a manifest, then recompute all sizes and checksums."""
     manifest = path / "manifest.json"
     whole = json.loads(manifest.read_text())
     change(whole["content"])
@@ -175,7 +175,7 @@ def write_manifest(path, content):
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(canonical.encode()).hexdigest()
     head = {"format": "zero_sim checkpoint", "version": 3, "sha256": digest}
-    # An infinity as JSON can have it.
+    # JSON has no infinity, but 1e999 overflows to it.
     text = json.dumps(head | {"content": content}).replace("Infinity", "1e999")
     (path / "manifest.json").write_text(text)
 

@@ -1,7 +1,8 @@
-"""Run by test_crash.py: saves over a checkpoint, and is killed at each step that reaches the disk.
+"""Save over a checkpoint and get killed before each call that reaches the disk; see test_crash.py.
 
 Usage: crashing.py CONFTEST FOLDER FORM. For n = 0, 1, ... a child copies FOLDER/old to FOLDER/n,
-saves into FOLDER/n/checkpoint and is killed before its n-th such step; prints how many were killed.
+saves into FOLDER/n/checkpoint and is killed before its n-th such call. Prints the number of killed
+children.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from zero_sim.sim import World
 
 
 def main() -> None:
-    """Kill one child after another until one comes through."""
+    """Kill child after child until one survives."""
     conftest_path, folder, form = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     spec = importlib.util.spec_from_file_location("conftest_of_checkpoints", conftest_path)
     conftest = importlib.util.module_from_spec(spec)
-    # Its dataclass looks its own module up.
+    # The dataclass in it looks up its own module.
     sys.modules[spec.name] = conftest
     spec.loader.exec_module(conftest)
-    # torch imports its compiler at the first optimizer: once here, not in every child.
+    # The first optimizer makes torch import its compiler: do it once here, not in every child.
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], foreach=False).step()
     for n in range(1000):

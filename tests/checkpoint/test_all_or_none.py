@@ -1,4 +1,4 @@
-"""Records come whole however long they are, and one rank's error is all ranks' error."""
+"""Records of any length arrive intact, and an error on one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zero_sim.errors import CheckpointError
 
 RANKS = 3
 LENGTHS = (0, 1, 1000, 1012, 1013, 1016, 1024, 8177, 8182, 8184, 8192, 16_360, 16_375, 40_000)
-"""Around the sizes of the frames."""
+"""Lengths around the frame sizes."""
 
 
 @pytest.fixture
@@ -48,9 +48,9 @@ def fail(message="it broke"):
 
 @pytest.mark.parametrize("length", LENGTHS)
 class TestLengths:
-    """Whatever does not fit into a frame comes after it."""
+    """Data that does not fit into a frame follows it."""
 
-    def test_all_to_all(self, teams, length):
+    def test_share_reaches_all_ranks_intact(self, teams, length):
         def program(coordinator):
             return coordinator.share(
                 lambda: "ab"[coordinator.rank % 2] * (length * coordinator.rank), what="W"
@@ -59,7 +59,7 @@ class TestLengths:
         expected = ["", "b" * length, "a" * 2 * length]
         assert teams(program) == [expected] * RANKS
 
-    def test_all_to_one_to_all(self, teams, length):
+    def test_gather_and_decide_returns_all_records_intact(self, teams, length):
         def program(coordinator):
             return coordinator.gather_and_decide(
                 lambda: ["x" * (length if coordinator.rank == 1 else 3)],
@@ -69,7 +69,7 @@ class TestLengths:
 
         assert teams(program) == [[[3, length, 3], "y" * length]] * RANKS
 
-    def test_one_to_all(self, teams, length):
+    def test_share_first_reaches_all_ranks_intact(self, teams, length):
         data = bytes(range(256)) * (length // 256 + 1)
         assert (
             teams(lambda coordinator: coordinator.share_first(lambda: data[:length], what="W"))
@@ -78,11 +78,11 @@ class TestLengths:
 
 
 class TestErrors:
-    """Named with their ranks; nobody is left waiting."""
+    """Messages name the failing rank, and no rank waits for it."""
 
     @pytest.mark.parametrize("rank", range(RANKS))
     @pytest.mark.parametrize("way", ["attempt", "share", "gather_and_decide"])
-    def test_one_rank(self, refusals, rank, way):
+    def test_error_on_one_rank_is_raised_on_all(self, refusals, rank, way):
         def program(coordinator):
             def act():
                 return fail() if coordinator.rank == rank else "x" * 20_000 * (way != "attempt")
@@ -101,13 +101,13 @@ class TestErrors:
         ],
         ids=["all ranks alike", "the rank that decides", "the rank that tells"],
     )
-    def test_said_once(self, refusals, way, arguments, who):
+    def test_error_common_to_ranks_is_reported_once(self, refusals, way, arguments, who):
         def program(coordinator):
             getattr(coordinator, way)(*arguments, what="Not done")
 
         assert set(refusals(program)) == {f"Not done: {who}OSError: it broke"}
 
-    def test_a_long_message_is_cut(self, refusals):
+    def test_long_message_is_cut(self, refusals):
         messages = refusals(
             lambda coordinator: coordinator.attempt(lambda: fail("é" * 9000), what="W")
         )
@@ -115,10 +115,10 @@ class TestErrors:
         assert messages[0].startswith("W: OSError: ééé")
         assert len(messages[0]) < 400
 
-    def test_what_is_no_json(self, refusals):
+    def test_record_that_json_cannot_encode_is_an_error(self, refusals):
         assert "TypeError" in refusals(lambda coordinator: coordinator.share(object, what="W"))[0]
 
-    def test_the_first_error_is_the_cause(self, teams):
+    def test_first_error_is_the_cause(self, teams):
         def program(coordinator):
             with pytest.raises(CheckpointError) as caught:
                 coordinator.attempt(lambda: fail() if coordinator.rank else None, what="W")
@@ -130,7 +130,7 @@ class TestErrors:
 @pytest.mark.parametrize(
     ("way", "count"), [("attempt", 1), ("share", 1), ("gather_and_decide", 2), ("share_first", 1)]
 )
-def test_how_many_collectives_it_takes(world_of, way, count):
+def test_number_of_collectives(world_of, way, count):
     world = world_of(RANKS)
 
     def program(rank):

@@ -1,4 +1,4 @@
-"""Manifests altered at any place, their checksums put right: refused, or no other run."""
+"""Altered manifests with valid checksums are refused or load the same run."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ SET = re.compile(
     r"content\.(groups\[\d+\]\.(base_lr|settings\.\w+)|loss_scaler\.\w+"
     r"|params\[\d+\]\.(group|state\[\d+\]\.value))\b.*"
 )
-"""What a checkpoint is there to set: another value that a run may have is another checkpoint."""
+"""Places whose value a checkpoint sets: another valid value is another checkpoint."""
 SAYS_NOTHING = re.compile(
     r"content\.(world\.(torch|world_size)|params|module|files"
     r"|params\[\d+\]\.state)"
 )
-"""What no load uses: who wrote it, and the order of records that are found by name."""
+"""Places that a load does not use: the writer, and the order of records found by name."""
 
 
 def list_places(value, path="content"):
-    """Every place in a parsed manifest, the inner ones too."""
+    """Yield every place in a parsed manifest, inner ones included."""
     yield path
     if isinstance(value, dict):
         for name, item in value.items():
@@ -47,7 +47,7 @@ def list_places(value, path="content"):
 
 
 def find_holder(content, path):
-    """What holds a place, and its key there; names of params have dots, so by matching paths."""
+    """Return the container and key of a place, by matching paths because names contain dots."""
     value, at = {"content": content}, ""
     while True:
         keys = value if isinstance(value, dict) else range(len(value))
@@ -61,7 +61,7 @@ def find_holder(content, path):
 
 
 def alter(content, path, random):
-    """Alter one place of a copy; returns it with what was done."""
+    """Alter one place of a copy; return the copy and a description."""
     content = {"content": copy.deepcopy(content)}
     holder, key = find_holder(content["content"], path)
     holder = content if path == "content" else holder
@@ -92,7 +92,7 @@ def alter(content, path, random):
 
 
 def draw(content, *, seed, count):
-    """Altered copies, each of one place; kinds of places come up alike, however many there are."""
+    """Yield copies with one altered place each, all kinds of places equally often."""
     source = random.Random(seed)
     kinds = {}
     for path in list_places(content):
@@ -108,10 +108,10 @@ def draw(content, *, seed, count):
 
 
 def load_altered(kit, folder, form, *, seed, count):
-    """Load altered checkpoints one after the other into a run; only in a rank.
+    """Load altered checkpoints into a run, one after another; call it in a rank.
 
     Returns:
-        What was done, and the message that it was refused with or what then was in the run.
+        Place, description, and either the refusal or True if the run is unchanged.
     """
 
     def observe(run):
@@ -145,8 +145,8 @@ def load_altered(kit, folder, form, *, seed, count):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_each_is_refused_or_changes_nothing(run_ranks, kit, tmp_path, form):
-    """But for what a checkpoint is there to set, to a value that it may have."""
+def test_altered_manifest_is_refused_or_changes_nothing(run_ranks, kit, tmp_path, form):
+    """Except places whose value a checkpoint sets, with a valid value."""
 
     def save(rank):
         run = kit.build(wrap={"seams": StepSeams(loss_scaler=LossScaler())}).train(2)

@@ -1,4 +1,4 @@
-"""Saving while training goes on."""
+"""Saving while training continues."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RANKS = 3
 
 @pytest.fixture
 def slow(monkeypatch):
-    """Hold back all writing until the returned event is set."""
+    """Delay all writes until the returned event is set."""
     go_on = threading.Event()
     write_bytes = tensorfile.write_bytes
 
@@ -32,10 +32,10 @@ def start(path, run, form="sharded"):
 
 
 class TestSaveAsync:
-    """What is saved is what there was at the call."""
+    """The checkpoint contains the state at the call."""
 
     @pytest.mark.parametrize("form", ["sharded", "consolidated"])
-    def test_training_goes_on_meanwhile(self, run_ranks, kit, tmp_path, slow, form):
+    def test_later_steps_do_not_change_the_checkpoint(self, run_ranks, kit, tmp_path, slow, form):
         """Masters, state, buffers and step counts change before a byte is written."""
 
         def program(rank):
@@ -51,8 +51,8 @@ class TestSaveAsync:
         results = run_ranks(RANKS, program)
         kit.assert_same_runs([loaded for _, loaded in results], [facts for facts, _ in results])
 
-    def test_nothing_has_the_name_before_wait(self, run_ranks, kit, tmp_path, slow):
-        """Ranks agree in wait(), not before."""
+    def test_checkpoint_has_no_name_before_wait(self, run_ranks, kit, tmp_path, slow):
+        """Ranks agree in wait(), not earlier."""
 
         def program(rank):
             handle = start(tmp_path / "c", kit.build())
@@ -65,8 +65,8 @@ class TestSaveAsync:
         assert run_ranks(RANKS, program)[0] is False
         assert (tmp_path / "c" / "manifest.json").exists()
 
-    def test_the_threads_communicate_nothing(self, world_of, kit, tmp_path):
-        """All that ranks say to each other, they say before it returns and in wait()."""
+    def test_writer_threads_issue_no_collectives(self, world_of, kit, tmp_path):
+        """Ranks communicate before save_async() returns and in wait(), not between."""
         world = world_of(1)
 
         def program(rank):
@@ -80,8 +80,10 @@ class TestSaveAsync:
         before, after, end = world.run(program)[0]
         assert 0 < before == after < end
 
-    def test_an_error_in_one_thread_is_all_ranks_error(self, run_ranks, kit, tmp_path, monkeypatch):
-        """Raised by wait(), again and again; nothing is left behind."""
+    def test_error_in_one_thread_is_raised_on_all_ranks(
+        self, run_ranks, kit, tmp_path, monkeypatch
+    ):
+        """Each wait() raises it again, and no file remains."""
         write_bytes = tensorfile.write_bytes
 
         def full(file, data):
@@ -100,8 +102,8 @@ class TestSaveAsync:
         run_ranks(RANKS, program)
         assert not list(tmp_path.iterdir())
 
-    def test_two_into_one_name_are_refused(self, run_ranks, kit, tmp_path, slow):
-        """The second would write into the first's folder; after wait() it may."""
+    def test_second_save_into_one_name_is_refused(self, run_ranks, kit, tmp_path, slow):
+        """It would write into the first one's folder. After wait() it is accepted."""
 
         def program(rank):
             run = kit.build()

@@ -1,6 +1,6 @@
-"""Killed at any step of a save, a run leaves a checkpoint that can be read: the old one or the new.
+"""A save killed at any point leaves a readable checkpoint, the old or the new one.
 
-A real process is killed by SIGKILL, before each fsync, rename, and making or removing of anything.
+SIGKILL ends a real process before each fsync, rename, mkdir, rmdir and unlink.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ HERE = Path(__file__).parent
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("form", ["sharded", "consolidated"])
-def test_a_crash_at_every_step(run_ranks, kit, tmp_path, form):
-    """Until the rename the old one is there whole, after it the new one; never a mixture."""
+def test_save_killed_at_any_call_leaves_old_or_new_checkpoint(run_ranks, kit, tmp_path, form):
+    """Before the rename the old one is complete, after it the new one; never a mixture."""
     old = tmp_path / "old" / "checkpoint"
 
     def save_old(rank):
@@ -54,11 +54,11 @@ def test_a_crash_at_every_step(run_ranks, kit, tmp_path, form):
     for n in range(killed + 1):
         path = tmp_path / str(n) / "checkpoint"
         got = run_ranks(3, load(path))
-        # Which of the two is told by the module's count of steps, then all must be of that one.
+        # The step count of the module identifies the checkpoint; everything else must match it.
         is_new = int(got[0][1]["count"]) == 3
         kit.assert_same_runs(got, wanted[is_new])
         seen.append(is_new)
-        # The next save clears up what the crash left behind; once for each kind of that.
+        # The next save removes leftovers of the crash. Check each kind once.
         left = frozenset(entry.name for entry in path.parent.iterdir())
         if left in cleared:
             continue

@@ -49,7 +49,7 @@ def build(rank, ep, *, zeroed=False, module=None, lr=0.5, group_of=None):
 
 @pytest.fixture
 def saved(run_ranks, tmp_path):
-    """Save a run of some ranks; returns where."""
+    """Save a run; return the path."""
 
     def go(ranks, ep, *, form="sharded", **options):
         def program(rank):
@@ -64,8 +64,8 @@ def saved(run_ranks, tmp_path):
 
 @pytest.mark.parametrize("form", ["sharded", "consolidated"])
 @pytest.mark.parametrize(("ranks", "ep"), [(4, 2), (4, 4), (2, 1), (3, 1)])
-def test_load_with_other_ranks_and_shares(run_ranks, saved, form, ranks, ep):
-    """Names are global: whoever holds an expert afterwards finds it."""
+def test_experts_load_with_other_ranks_and_expert_parallelism(run_ranks, saved, form, ranks, ep):
+    """Names are global, so each rank finds the experts that it now holds."""
     path = saved(4, 2, form=form)
 
     def loading(rank):
@@ -81,8 +81,8 @@ def test_load_with_other_ranks_and_shares(run_ranks, saved, form, ranks, ep):
     assert {name for held in found for name in held} == {"dense", *(f"expert{i}" for i in range(4))}
 
 
-def test_a_param_group_that_only_other_ranks_hold_is_theirs(run_ranks, saved):
-    """A rank has groups up to the last one that its own params are in."""
+def test_param_group_without_own_params_is_absent(run_ranks, saved):
+    """A rank has groups up to the last one with a param of its own."""
 
     def group_of(name):
         return int(name == "expert3")
@@ -97,11 +97,11 @@ def test_a_param_group_that_only_other_ranks_hold_is_theirs(run_ranks, saved):
     assert run_ranks(4, loading) == [[0.25], [0.25], [0.25], [0.25, 0.25]]
 
 
-def test_an_expert_that_nobody_holds_is_refused(run_ranks, saved):
+def test_expert_that_no_rank_holds_is_refused(run_ranks, saved):
     path = saved(2, 2)
 
     def loading(rank):
-        # Two ranks of four shares.
+        # Two ranks with two of four shares.
         ddp, optimizer = build(rank, 2, module=Part(rank, 4))
         with pytest.raises(CheckpointError, match="'expert2' is in the checkpoint but not"):
             load(path, ddp=ddp, optimizer=optimizer)
@@ -110,7 +110,7 @@ def test_an_expert_that_nobody_holds_is_refused(run_ranks, saved):
 
 
 def test_two_experts_of_one_name_are_refused(run_ranks, tmp_path):
-    """Local names, as a module list gives them, would lose all but one of them."""
+    """With local names, as in a module list, only one of them would be saved."""
 
     def program(rank):
         ddp, optimizer = build(rank, 2, module=Part(0, 4))
@@ -121,7 +121,7 @@ def test_two_experts_of_one_name_are_refused(run_ranks, tmp_path):
 
 
 def test_frozen_experts_are_refused(run_ranks, tmp_path):
-    """One rank saves what is not trained, and does not have them."""
+    """One rank saves all frozen params, but lacks the experts of the others."""
 
     def program(rank):
         module = Part(rank, 2)

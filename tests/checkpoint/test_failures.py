@@ -1,4 +1,4 @@
-"""What cannot be saved or loaded is an error on every rank, and changes nothing."""
+"""A failed save or load is an error on every rank and changes nothing."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ RANKS = 3
 
 @pytest.fixture
 def path(tmp_path):
-    """Name of a checkpoint."""
+    """Path of a checkpoint."""
     return tmp_path / "checkpoint"
 
 
 @pytest.fixture
 def saved(run_ranks, kit, path):
-    """Save a run after two steps; returns what its ranks knew."""
+    """Save a run after two steps; return the facts of its ranks."""
 
     def go(form="sharded", **options):
         def program(rank):
@@ -42,7 +42,7 @@ def saved(run_ranks, kit, path):
 
 @pytest.fixture
 def save_refusal(run_ranks, kit, path):
-    """Try to save a run after a step; returns the message, the same on all ranks."""
+    """Try to save a run after a step; return the message, which is equal on all ranks."""
 
     def go(*, module=None, change=lambda run, rank: None, form="sharded"):
         def program(rank):
@@ -61,7 +61,7 @@ def save_refusal(run_ranks, kit, path):
 
 @pytest.fixture
 def refusal(run_ranks, kit, path):
-    """Try to load into a run that has been trained; returns the message, the same on all ranks."""
+    """Try to load into a trained run; return the message, which is equal on all ranks."""
 
     def go(*, build_module=None, **options):
         def program(rank):
@@ -88,7 +88,7 @@ def refusal(run_ranks, kit, path):
 
 @pytest.fixture
 def break_sync(monkeypatch):
-    """Make the disk be full for files whose name has a given part."""
+    """Fail with a full disk for file names that contain a given part."""
 
     def go(part):
         fsync = os.fsync
@@ -104,7 +104,7 @@ def break_sync(monkeypatch):
 
 
 class TestSaving:
-    """One rank's error is all ranks' error, and the old checkpoint stays."""
+    """An error on one rank is raised on all, and the old checkpoint stays."""
 
     @pytest.mark.parametrize(
         ("form", "part"),
@@ -116,8 +116,10 @@ class TestSaving:
             ("consolidated", "manifest"),
         ],
     )
-    def test_a_full_disk(self, run_ranks, kit, saved, path, break_sync, form, part):
-        """Also where only one rank's file is affected, and whichever file it is."""
+    def test_full_disk_keeps_the_old_checkpoint(
+        self, run_ranks, kit, saved, path, break_sync, form, part
+    ):
+        """Even if only one rank's file is affected."""
         expected = saved(form)
         break_sync(part)
 
@@ -134,10 +136,10 @@ class TestSaving:
         assert [entry.name for entry in path.parent.iterdir()] == ["checkpoint"]
 
     @pytest.mark.parametrize("nth", range(6))
-    def test_a_write_that_fails_in_the_middle_of_gathering(
+    def test_write_that_fails_while_gathering_leaves_no_files(
         self, save_refusal, path, monkeypatch, nth
     ):
-        """Rank 0 goes on receiving, so that no rank waits for it."""
+        """Rank 0 keeps receiving, so no rank waits for it."""
         count = [0]
 
         def write_bytes(file, data):
@@ -150,18 +152,17 @@ class TestSaving:
         assert re.search("rank 0: OSError.*No space", save_refusal(form="consolidated"))
         assert not list(path.parent.iterdir())
 
-    def test_a_name_that_belongs_to_something_else(self, save_refusal, path):
-        """A folder of the user's is never replaced."""
+    def test_folder_without_manifest_is_never_replaced(self, save_refusal, path):
         path.mkdir()
         (path / "thesis.tex").write_text("years of work")
         assert "has no manifest.json" in save_refusal()
         assert (path / "thesis.tex").read_text() == "years of work"
 
-    def test_an_unknown_form(self, save_refusal):
+    def test_unknown_form_is_refused(self, save_refusal):
         assert "sharded, consolidated, got 'zip'" in save_refusal(form="zip")
 
-    def test_state_that_is_no_element_and_no_number(self, save_refusal):
-        """What cannot be cut into spans is refused, not dropped."""
+    def test_state_of_another_shape_than_the_param_is_refused(self, save_refusal):
+        """It cannot be cut into spans, and must not be dropped."""
 
         def change(run, rank):
             leaf = run.optimizer.inner.param_groups[0]["params"][0]
@@ -169,8 +170,8 @@ class TestSaving:
 
         assert "'history' of shape (2, 9)" in save_refusal(change=change)
 
-    def test_ranks_that_disagree_on_a_step_count(self, save_refusal, kit):
-        """One step count a param is saved, so there must be one."""
+    def test_different_step_counts_of_one_param_are_refused(self, save_refusal, kit):
+        """A checkpoint has one step count per param."""
 
         def change(run, rank):
             for state in run.optimizer.inner.state.values():
@@ -181,12 +182,12 @@ class TestSaving:
 
 
 class TestFiles:
-    """Files are checked before anything is read."""
+    """Files are checked before any value is read."""
 
-    def test_nothing_there(self, refusal, path):
+    def test_missing_checkpoint_is_refused(self, refusal, path):
         assert f"expected a checkpoint at {path}, got nothing" in refusal()
 
-    def test_a_folder_without_a_manifest(self, refusal, path):
+    def test_folder_without_manifest_is_refused(self, refusal, path):
         path.mkdir()
         assert "expected manifest.json" in refusal()
 
@@ -200,7 +201,7 @@ class TestFiles:
         ],
         ids=["cut off", "version", "format", "edited"],
     )
-    def test_another_manifest(self, saved, refusal, path, change, said):
+    def test_damaged_manifest_is_refused(self, saved, refusal, path, change, said):
         saved()
         manifest = path / "manifest.json"
         before = manifest.read_text()
@@ -210,8 +211,7 @@ class TestFiles:
 
     @pytest.mark.parametrize("form", ["sharded", "consolidated"])
     @pytest.mark.parametrize("damage", ["truncated", "missing", "foreign", "one bit"])
-    def test_each_file(self, saved, refusal, path, form, damage):
-        """The message has the file, what was expected and what came."""
+    def test_damaged_file_is_refused_and_named(self, saved, refusal, path, form, damage):
         saved(form)
         names = [entry.name for entry in path.iterdir() if entry.name != "manifest.json"]
         assert names
@@ -234,7 +234,7 @@ class TestFiles:
             assert expected in refusal()
             file.write_bytes(content)
 
-    def test_all_damaged_files_are_named(self, saved, refusal, path):
+    def test_all_missing_files_are_named(self, saved, refusal, path):
         saved()
         for file in path.glob("rank-*"):
             file.unlink()
@@ -245,7 +245,7 @@ class TestFiles:
 class TestFit:
     """All differences are listed at once."""
 
-    def test_another_module(self, saved, refusal, kit):
+    def test_another_module_is_refused_with_all_differences(self, saved, refusal, kit):
         saved()
 
         def build_module():
@@ -267,16 +267,16 @@ class TestFit:
             assert line in message
         assert "6 differences" in message
 
-    def test_another_optimizer(self, saved, refusal):
+    def test_another_optimizer_is_refused(self, saved, refusal):
         saved()
         assert "is of AdamW, this run steps with SGD" in refusal(optimizer="sgd")
 
-    def test_another_class_of_the_same_name(self, saved, refusal):
-        """Told by the state that it keeps."""
+    def test_another_optimizer_class_of_the_same_name_is_refused(self, saved, refusal):
+        """Its state has other keys."""
         saved()
 
         class AdamW(torch.optim.SGD):
-            """Not what it says."""
+            """Optimizer with the name of another one."""
 
         AdamW.__qualname__ = "AdamW"
         message = refusal(
@@ -286,16 +286,16 @@ class TestFit:
         assert "keeps {'momentum_buffer': 'float32'}" in message
 
     @pytest.mark.parametrize("was_scaled", [True, False])
-    def test_a_loss_scaler_on_one_side_only(self, saved, refusal, was_scaled):
-        """Neither invented nor dropped."""
+    def test_loss_scaler_on_one_side_only_is_refused(self, saved, refusal, was_scaled):
+        """A load neither invents nor drops it."""
         sides = [{"wrap": {"seams": StepSeams(loss_scaler=LossScaler())}}, {}]
         source, target = sides if was_scaled else sides[::-1]
         saved(**source)
         assert "a loss scaler" in refusal(**target)
 
     @pytest.mark.parametrize("change", ["drop", "repeat"])
-    def test_spans_that_do_not_cover(self, kit, saved, refusal, path, change):
-        """An element that nobody or two hold is found from the manifest alone."""
+    def test_gaps_and_overlaps_of_spans_are_refused(self, kit, saved, refusal, path, change):
+        """The manifest alone shows them."""
         saved()
 
         def lose(content):
@@ -311,8 +311,7 @@ class TestFit:
         assert ("two contain" in message) == (change == "repeat")
 
 
-def test_a_file_may_be_opened_by_the_library(saved, path):
-    """What is called safetensors is."""
+def test_safetensors_library_reads_a_consolidated_checkpoint(saved, path):
     from safetensors.torch import load_file
 
     saved("consolidated")

@@ -1,4 +1,4 @@
-"""Values and scales of fp8 params come back bit for bit, in any layout and every form."""
+"""Values and scales of fp8 params are restored bit for bit, in any layout and form."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Product(torch.autograd.Function):
 
 
 class Model(nn.Module):
-    """A matrix of each format, of which one is frozen in the end, and a bias."""
+    """A matrix in each fp8 format (tests freeze `down`) and a bias."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +32,7 @@ class Model(nn.Module):
             param = nn.Parameter(values.to(dtype))
             param.grad_dtype = torch.float32
             self.register_parameter(name, param)
-            # No power of two, and not what a step would choose.
+            # Neither a power of two nor a scale that a step would choose.
             self.register_buffer(f"{name}_scale", torch.tensor(0.0117))
         self.bias = nn.Parameter(torch.randn(7, generator=generator))
 
@@ -63,8 +63,8 @@ def train(run, steps, *, frozen=()):
     ("size", "config"),
     [(1, {"stage": 0}), (4, {"redundancy": 2, "bucket_elems": 4}), (5, {"partition": "uneven"})],
 )
-def test_training_goes_on_in_the_same_bits(run_ranks, kit, tmp_path, form, before, size, config):
-    """After no step too, and with a param that was never stepped."""
+def test_resumed_training_gives_the_same_bits(run_ranks, kit, tmp_path, form, before, size, config):
+    """Also before any step, and with a param that was never stepped."""
 
     def first(rank):
         run = kit.build(module=Model(), bucket_elems=20)
@@ -86,13 +86,13 @@ def test_training_goes_on_in_the_same_bits(run_ranks, kit, tmp_path, form, befor
 
 
 def list_of(facts):
-    """Return two dicts as one, which compares."""
+    """Return both facts as one dict, for comparison."""
     saved, trained = facts
     return {"saved": saved, "trained": trained}
 
 
-def test_scales_are_among_what_the_module_holds(run_ranks, kit):
-    """That is how they are saved: once, by the lowest rank."""
+def test_scales_are_saved_as_module_buffers(run_ranks, kit):
+    """The lowest rank saves them once."""
 
     def program(rank):
         run = kit.build(module=Model())

@@ -1,4 +1,4 @@
-"""Checkpoints by one who may write every file, checksums included: nothing runs or leads out."""
+"""Hostile checkpoints with valid checksums run no code and lead to no other file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMS = ("sharded", "consolidated")
 
 
 class Payload:
-    """What makes a folder as soon as it is unpickled."""
+    """Object that makes a folder when it is unpickled."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -29,7 +29,7 @@ class Payload:
 
 
 def payloads(marker):
-    """Pickles that run, bare in every protocol and in torch's container."""
+    """Yield pickles that execute code, bare in every protocol and in torch's container."""
     yield from (pickle.dumps(Payload(marker), protocol=protocol) for protocol in range(6))
     file = io.BytesIO()
     torch.save(Payload(marker), file)
@@ -38,13 +38,13 @@ def payloads(marker):
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
-    """A folder with a small checkpoint of each form, to be copied."""
+    """Folder with a small checkpoint of each form."""
     return tmp_path_factory.mktemp("originals")
 
 
 @pytest.fixture
 def copy(originals, tmp_path, run_ranks, kit):
-    """Return a copy of a checkpoint of a form, free to be altered."""
+    """Return a fresh copy of a checkpoint, for altering."""
 
     def program(rank):
         run = kit.build().train(2)
@@ -57,7 +57,7 @@ def copy(originals, tmp_path, run_ranks, kit):
         shutil.copytree(originals / form, path)
         return path
 
-    # Here, since a copy may be wanted inside of a rank.
+    # Save here, because `go` may be called inside a rank.
     if not os.listdir(originals):
         run_ranks(2, program)
     return go
@@ -65,7 +65,7 @@ def copy(originals, tmp_path, run_ranks, kit):
 
 @pytest.fixture
 def load_each(run_ranks, kit):
-    """Load a series of altered checkpoints into one run; what each is refused with, or None."""
+    """Load altered checkpoints into one run; return each refusal, or None."""
 
     def go(paths, **options):
         def program(rank):
@@ -84,10 +84,10 @@ def load_each(run_ranks, kit):
 
 
 class TestCode:
-    """Nothing is unpickled, wherever it lies."""
+    """No load unpickles anything."""
 
-    def test_the_payloads_are_live(self, tmp_path):
-        """Or the others would show nothing."""
+    def test_payloads_run_when_unpickled(self, tmp_path):
+        """Otherwise the other tests would prove nothing."""
         for index, payload in enumerate(payloads(tmp_path / "marker")):
             if index < 6:
                 pickle.loads(payload)
@@ -97,7 +97,9 @@ class TestCode:
 
     @pytest.mark.parametrize("weights_only", [False, True])
     @pytest.mark.parametrize("form", FORMS)
-    def test_in_place_of_each_file(self, copy, load_each, kit, tmp_path, form, weights_only):
+    def test_pickle_in_place_of_a_file_is_refused(
+        self, copy, load_each, kit, tmp_path, form, weights_only
+    ):
         def alter():
             for name in sorted(os.listdir(copy(form))):
                 for payload in payloads(tmp_path / "marker"):
@@ -114,14 +116,14 @@ class TestCode:
 
 
 class TestPlaces:
-    """Whatever is no regular file in the folder is not read."""
+    """Only regular files in the folder are read."""
 
     @pytest.mark.parametrize("form", FORMS)
     @pytest.mark.parametrize(
         "kind", ["link", "dangling", "loop", "endless", "pipe", "socket", "folder"]
     )
-    def test_each_file(self, copy, load_each, tmp_path, monkeypatch, form, kind):
-        """The message says what it is; nothing waits for it."""
+    def test_irregular_file_is_refused(self, copy, load_each, tmp_path, monkeypatch, form, kind):
+        """The message names its kind, and no load waits for it."""
 
         def alter():
             for name in sorted(os.listdir(copy(form))):
@@ -143,7 +145,7 @@ class TestPlaces:
                     case "folder":
                         (path / name).mkdir()
                     case "socket":
-                        # The name of a socket may have few characters.
+                        # Names of sockets are limited to about 100 characters.
                         monkeypatch.chdir(path)
                         with socket.socket(socket.AF_UNIX) as bound:
                             bound.bind(name)
@@ -157,8 +159,8 @@ class TestPlaces:
 
     @pytest.mark.parametrize("form", FORMS)
     @pytest.mark.parametrize("claim", ["less", "more", "sparse"])
-    def test_files_that_are_longer_than_what_they_hold(self, copy, load_each, kit, form, claim):
-        """Found before any of it is read."""
+    def test_wrong_file_size_is_refused(self, copy, load_each, kit, form, claim):
+        """The check comes before any read."""
 
         def alter():
             content = json.loads((copy(form) / "manifest.json").read_text())["content"]
@@ -181,15 +183,15 @@ class TestPlaces:
         for message in messages:
             assert "size_bytes" in message
 
-    def test_a_manifest_without_end(self, copy, load_each):
+    def test_endless_manifest_is_refused(self, copy, load_each):
         path = copy("sharded")
         os.truncate(path / "manifest.json", 1 << 40)
         (message,), _ = load_each([path])
         assert "expected at most 268435456 bytes" in message
 
     @pytest.mark.parametrize("form", FORMS)
-    def test_names_of_other_files(self, copy, load_each, kit, tmp_path, form):
-        """Only names that this form has are opened."""
+    def test_foreign_file_name_in_manifest_is_refused(self, copy, load_each, kit, tmp_path, form):
+        """Only names of this form are opened."""
         names = (
             "", ".", "..", "../x", "/etc/passwd", "sub/x", "a\0b", "a\nb", "\x1b[31m", "x" * 5000,
             "manifest.json", "rank-00000-of-00002.safetensors\n", "__0_0.distcp/../../x",
@@ -211,8 +213,8 @@ class TestPlaces:
             assert message.isprintable()
 
 
-def test_links_may_lead_to_a_checkpoint(copy, load_each, tmp_path):
-    """The folder itself is named by the user, as `latest` often is."""
+def test_link_to_a_checkpoint_folder_is_followed(copy, load_each, tmp_path):
+    """You name the folder yourself, often by a link such as `latest`."""
     (tmp_path / "latest").symlink_to(copy("sharded"))
     assert load_each([tmp_path / "latest"])[0] == [None]
     assert stat.S_ISLNK((tmp_path / "latest").lstat().st_mode)

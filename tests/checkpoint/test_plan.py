@@ -1,4 +1,4 @@
-"""Who writes what, and from where it is read again: integers."""
+"""Assignment of writers to spans, and of pieces to reads, in integers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from zero_sim.layout import Span
 
 
 class TestCover:
-    """Every element exactly once."""
+    """Spans cover every element exactly once."""
 
     @pytest.mark.parametrize(
         "spans", [[Span(0, 5)], [Span(3, 5), Span(0, 3)], [Span(0, 2), Span(2, 2), Span(2, 5)]]
     )
-    def test_whole(self, spans):
+    def test_complete_cover_has_no_problems(self, spans):
         """In any order, with empty spans between."""
         assert find_cover_problems({"w": 5}, {"w": spans}) == []
 
-    def test_a_param_without_elements_needs_no_span(self):
+    def test_empty_param_needs_no_span(self):
         assert find_cover_problems({"w": 0}, {}) == []
 
     @pytest.mark.parametrize(
@@ -34,38 +34,37 @@ class TestCover:
             ([Span(0, 6)], "[5, 6) is past its 5 elements"),
         ],
     )
-    def test_problems(self, spans, problem):
+    def test_gap_overlap_and_excess_are_problems(self, spans, problem):
         assert find_cover_problems({"w": 5}, {"w": spans}) == [f"'w': {problem}"]
 
-    def test_an_unknown_param(self):
+    def test_span_of_unknown_param_is_a_problem(self):
         assert find_cover_problems({}, {"w": [Span(0, 1)]}) == ["'w' is not a param"]
 
 
 class TestWriters:
     """The lowest rank that owns a span writes it."""
 
-    def test_copies_are_written_once(self):
-        """Two replicas of two shards, and a rank that owns nothing."""
+    def test_replicas_are_written_once(self):
+        """Two replicas of two shards, and a rank without any."""
         low, high = ("w", Span(0, 2)), ("w", Span(2, 3))
         owned = [[low], [high], [], [low], [high]]
         assert assign_writers({"w": 3}, owned) == [[0], [0], [], [], []]
 
-    def test_a_hole_is_an_error(self):
+    def test_gap_is_an_error(self):
         with pytest.raises(CheckpointError, match=r"no span contains \[2, 3\)"):
             assign_writers({"w": 3}, [[("w", Span(0, 2))]])
 
-    def test_two_cuts_are_an_error(self):
-        """Replicas that are cut differently overlap."""
+    def test_replicas_with_different_spans_are_an_error(self):
         with pytest.raises(CheckpointError, match="two contain"):
             assign_writers({"w": 3}, [[("w", Span(0, 3))], [("w", Span(0, 2))]])
 
 
 class TestPieceIndex:
-    """A wanted span is put together from pieces."""
+    """Pieces are joined to a wanted span."""
 
     @pytest.mark.parametrize("wanted", [Span(a, b) for a in range(11) for b in range(a, 11)])
     def test_each_element_comes_from_its_piece(self, wanted):
-        """For every span of ten elements in unsorted pieces, one of them empty."""
+        """For every span of ten elements, in unsorted pieces, one of them empty."""
         spans = [Span(7, 10), Span(0, 3), Span(4, 4), Span(3, 4), Span(4, 7)]
         got = {}
         for part in PieceIndex(spans).find(wanted):

@@ -1,4 +1,4 @@
-"""Stopped, saved, loaded into another layout and trained on is the same as never stopped."""
+"""Saving, loading into another layout and training on equals training without a stop."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ LAYOUTS = (
 
 @pytest.fixture
 def resume(run_ranks, kit, tmp_path):
-    """Train, save and load elsewhere; returns what the ranks then hold, and what they should.
+    """Train, save and load elsewhere; return the resumed facts and the expected ones.
 
-    The run that loads has trained for `already` steps of its own.
+    The loading run has trained for `already` steps of its own.
     """
 
     def go(source, target, *, form="sharded", before=2, after=2, already=0, **options):
@@ -53,25 +53,24 @@ class TestLayouts:
 
     @pytest.mark.parametrize("form", FORMS)
     @pytest.mark.parametrize("index", range(len(LAYOUTS)))
-    def test_from_each_layout_into_another(self, resume, kit, form, index):
+    def test_load_into_another_layout(self, resume, kit, form, index):
         """World size, redundancy, stage, buckets, alignment, partition and order all change."""
         source, target = LAYOUTS[index], LAYOUTS[(index * 3 + 4) % len(LAYOUTS)]
         kit.assert_same_runs(*resume(source, target, form=form))
 
     def test_more_than_ten_ranks_keep_their_order(self, resume, kit, tmp_path):
-        """File names sort as numbers do, and do not decide anything."""
+        """File names sort by rank, although no load depends on it."""
         kit.assert_same_runs(*resume((12, {}), (11, {"bucket_elems": 3})))
         names = sorted(path.name for path in (tmp_path / "checkpoint").glob("rank-*"))
         assert names == [f"rank-{rank:05d}-of-00012.safetensors" for rank in range(len(names))]
 
     @pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
     @pytest.mark.parametrize("steps", [{"before": 0}, {"after": 0}], ids=str)
-    def test_without_a_step_before_or_after(self, resume, kit, steps, optimizer):
-        """A fresh run is a checkpoint like any other; Adagrad's sum has its initial value then."""
+    def test_resume_without_a_step_before_or_after(self, resume, kit, steps, optimizer):
+        """A fresh run is a checkpoint too; Adagrad's sum then has its initial value."""
         kit.assert_same_runs(*resume((2, {}), (3, {}), optimizer=optimizer, **steps))
 
-    def test_overlapped_gathers_are_finished_first(self, resume, kit):
-        """Saved and loaded while the gather of the last step is still pending."""
+    def test_pending_gathers_finish_before_save_and_load(self, resume, kit):
         layout = {"overlap_params": True, "bucket_elems": 4}
         kit.assert_same_runs(*resume((4, layout), (3, layout)))
 
@@ -83,14 +82,14 @@ class TestOptimizers:
         "optimizer", ["adamw", "sgd", "plain-sgd", "adagrad", "nadam", "asgd", "rprop"]
     )
     @pytest.mark.parametrize("form", ["sharded", "consolidated"])
-    def test_all_state_goes_on(self, resume, kit, optimizer, form):
-        """Elementwise tensors by span, 0D ones once a param, in the order of torch."""
+    def test_all_state_is_resumed(self, resume, kit, optimizer, form):
+        """Elementwise tensors by span, 0D tensors once per param, in torch's order."""
         case = ((3, {"bucket_elems": 9}), (4, {"redundancy": 2}))
         kit.assert_same_runs(*resume(*case, optimizer=optimizer, form=form))
 
     @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adagrad", "nadam"])
-    def test_state_is_of_the_same_kind(self, run_ranks, kit, tmp_path, optimizer):
-        """Keys, dtypes, devices and shapes are those of a run that was never stopped."""
+    def test_loaded_state_equals_saved_state(self, run_ranks, kit, tmp_path, optimizer):
+        """Keys, dtypes, devices and shapes are those of an uninterrupted run."""
 
         def program(rank):
             run = kit.build(optimizer=optimizer).train(2)
@@ -103,12 +102,12 @@ class TestOptimizers:
             assert all(kit.same(owned[where], loaded[where]) for where in owned)
             assert kit.same(whole, loaded_whole)
 
-    def test_into_a_run_that_was_trained_already(self, resume, kit):
-        """State that the checkpoint does not have goes: the next step is a first one."""
+    def test_load_removes_state_that_the_checkpoint_lacks(self, resume, kit):
+        """The next step is then a first step."""
         kit.assert_same_runs(*resume((2, {}), (3, {}), before=0, already=3))
 
-    def test_a_param_frozen_from_the_start_has_no_state(self, run_ranks, kit, tmp_path):
-        """It gets its state when it is first stepped, here after the load."""
+    def test_param_frozen_before_the_save_loads_without_state(self, run_ranks, kit, tmp_path):
+        """It gets state in its first step, here after the load."""
 
         def train(steps, freeze):
             def program(rank):
@@ -127,7 +126,7 @@ class TestOptimizers:
 
 
 def two_groups(decay_first):
-    """Two param groups, whose places depend on the argument."""
+    """Return two param groups, in an order that depends on the argument."""
     settings = [{"lr": 0.05, "weight_decay": 0.5}, {"lr": 0.01, "weight_decay": 0.0}]
     if not decay_first:
         settings.reverse()
@@ -143,12 +142,12 @@ def two_groups(decay_first):
 
 
 class TestGroups:
-    """Settings belong to params, not to places."""
+    """Settings belong to params, not to group indices."""
 
     @pytest.mark.parametrize("decay_first", [True, False])
-    def test_groups_in_another_order(self, run_ranks, kit, tmp_path, decay_first):
-        """Each param keeps its learning rate and decay."""
-
+    def test_settings_follow_params_into_another_group_order(
+        self, run_ranks, kit, tmp_path, decay_first
+    ):
         def first(rank):
             run = kit.build(**two_groups(decay_first)).train(2)
             run.optimizer.set_lr_factor(0.5)
@@ -163,7 +162,7 @@ class TestGroups:
         kit.assert_same_runs(run_ranks(3, second), unbroken)
 
     def test_settings_and_base_rates_are_loaded(self, run_ranks, kit, tmp_path):
-        """Also into a rank that owns nothing of a group; `foreach` stays the run's own."""
+        """Also on a rank that owns nothing of a group; `foreach` stays the run's own."""
 
         def first(rank):
             run = kit.build(**two_groups(True))
@@ -187,8 +186,8 @@ class TestGroups:
             assert after == [0.01, 0.05]
             assert foreach == {True}
 
-    def test_a_group_that_mixes_two_is_refused(self, run_ranks, kit, tmp_path):
-        """One learning rate cannot be two, whichever rank owns what."""
+    def test_group_that_mixes_two_settings_is_refused(self, run_ranks, kit, tmp_path):
+        """One group has one learning rate."""
 
         def program(rank):
             kit.save(tmp_path / "c", kit.build(**two_groups(True)))
@@ -200,9 +199,9 @@ class TestGroups:
 
 
 class TestEverythingElse:
-    """What is neither master nor state."""
+    """Data besides masters and optimizer state."""
 
-    def test_the_loss_scaler_goes_on(self, run_ranks, kit, tmp_path):
+    def test_loss_scaler_is_resumed(self, run_ranks, kit, tmp_path):
         def program(rank):
             scaler = LossScaler(scale=512.0, growth_interval=5, good_steps=3)
             kit.save(tmp_path / "c", kit.build(wrap={"seams": StepSeams(loss_scaler=scaler)}))
@@ -212,8 +211,8 @@ class TestEverythingElse:
 
         assert run_ranks(2, program) == [True, True]
 
-    def test_weights_only_leaves_the_rest(self, run_ranks, kit, tmp_path):
-        """Masters, params and buffers come; state, settings and counters stay."""
+    def test_weights_only_keeps_state_and_settings(self, run_ranks, kit, tmp_path):
+        """Masters, params and buffers are loaded; state, settings and counters stay."""
 
         def program(rank):
             source = kit.build().train(3)
@@ -233,13 +232,11 @@ class TestEverythingElse:
 
         assert run_ranks(3, program) == [True] * 3
 
-    def test_bf16_keeps_its_fp32_masters(self, resume, kit):
-        """Masters are not rebuilt from what was rounded."""
+    def test_bf16_params_resume_with_fp32_masters(self, resume, kit):
+        """Masters are not rebuilt from rounded params."""
         kit.assert_same_runs(*resume((2, {}), (3, {}), dtype=torch.bfloat16))
 
-    def test_buffers_that_are_not_persistent_are_left_alone(self, run_ranks, kit, tmp_path):
-        """As in a state dict."""
-
+    def test_buffers_that_are_not_persistent_are_not_loaded(self, run_ranks, kit, tmp_path):
         def program(rank):
             kit.save(tmp_path / "c", kit.build())
             run = kit.build()

@@ -1,4 +1,4 @@
-"""Files that the safetensors library reads, written tensor by tensor."""
+"""Files written tensor by tensor, in the format of the safetensors library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = ("bool", "uint8", "bfloat16", "float16", "int64", "float32", "float64",
 
 @pytest.fixture
 def tensors():
-    """Of every width, empty, 0D and not contiguous."""
+    """Tensors of every width, an empty, a 0D and a non-contiguous one."""
     made = {f"{name}!": torch.ones(3, dtype=getattr(torch, name)) for name in DTYPES}
     made["empty"] = torch.zeros(0, 4)
     made["scalar"] = torch.tensor(2.5)
@@ -37,7 +37,7 @@ def write(path, tensors):
     return writer.finish()
 
 
-def test_the_library_reads_it(tmp_path, tensors):
+def test_safetensors_library_reads_the_file(tmp_path, tensors):
     """All dtypes and shapes, in logical order."""
     write(tmp_path / "f", tensors)
     loaded = load_file(tmp_path / "f")
@@ -47,19 +47,19 @@ def test_the_library_reads_it(tmp_path, tensors):
         assert torch.equal(loaded[name], tensor), name
 
 
-def test_the_record_is_that_of_the_file(tmp_path, tensors):
+def test_record_matches_the_file(tmp_path, tensors):
     record = write(tmp_path / "f", tensors)
     assert check_file(tmp_path / "f", record=record) is None
     assert record.size_bytes == (tmp_path / "f").stat().st_size
 
 
-def test_a_file_without_tensors(tmp_path):
+def test_file_without_tensors_is_readable(tmp_path):
     write(tmp_path / "f", {})
     assert load_file(tmp_path / "f") == {}
 
 
 def read(path, record, tensors, name, span):
-    """Read a span with what the manifest would say of the file."""
+    """Read a span, with a manifest that contains this one file."""
     dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
     manifest = Manifest(
         form="sharded",
@@ -81,7 +81,7 @@ def read(path, record, tensors, name, span):
 
 
 def test_every_span_is_read_back(tmp_path, tensors):
-    """In all dtypes and shapes, also where nothing is to be read."""
+    """In all dtypes and shapes, empty spans included."""
     file = tmp_path / "module.safetensors"
     record = write(file, tensors)
     for name, tensor in tensors.items():
@@ -112,8 +112,8 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_file_that_is_not_as_the_manifest_says(tmp_path, damage):
-    """However it came past the checksum, it is an error that names the file."""
+def test_file_that_differs_from_the_manifest_is_refused(tmp_path, damage):
+    """Even with a valid checksum; the message names the file."""
     path = tmp_path / "f"
     tensors = {"a": torch.arange(4.0)}
     record = write(path, tensors)
@@ -126,8 +126,8 @@ def test_a_file_that_is_not_as_the_manifest_says(tmp_path, damage):
         read(path, record, tensors, "a", Span(0, 4))
 
 
-def test_bytes_that_are_no_bools(tmp_path):
-    """torch would take any, and count with them."""
+def test_bool_bytes_other_than_0_and_1_are_refused(tmp_path):
+    """torch would accept any byte and compute with it."""
     path = tmp_path / "f"
     tensors = {"a": torch.tensor([True, False])}
     record = write(path, tensors)

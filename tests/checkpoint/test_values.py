@@ -1,4 +1,4 @@
-"""Values survive JSON, bit for bit."""
+"""Values survive JSON bit for bit."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from zero_sim.errors import CheckpointError
     "value",
     [None, True, False, 7, 1e-3, 0.1 + 0.2, -0.0, 5e-324, math.inf, "x", (0.9, 0.999), [1, (2,)]],
 )
-def test_python_values(value):
+def test_python_values_survive(value):
     decoded = decode_value(json.loads(json.dumps(encode_value(value), allow_nan=False)))
     assert repr(decoded) == repr(value)
 
 
-def test_nan():
-    """As an lr gone wrong."""
+def test_nan_survives():
     assert math.isnan(decode_value(json.loads(json.dumps(encode_value(math.nan)))))
 
 
@@ -39,7 +38,7 @@ def test_nan():
     ],
     ids=str,
 )
-def test_0d_tensors(tensor):
+def test_0d_tensors_survive(tensor):
     decoded = decode_value(json.loads(json.dumps(encode_value(tensor))))
     assert (decoded.dtype, decoded.shape) == (tensor.dtype, ())
     assert bytes(view_bytes(decoded)) == bytes(view_bytes(tensor))
@@ -48,7 +47,7 @@ def test_0d_tensors(tensor):
 @pytest.mark.parametrize(
     "value", [object(), {"a": 1}, torch.zeros(2), torch.tensor(1j)], ids=["0", "1", "2", "3"]
 )
-def test_everything_else_is_refused(value):
-    """Never pickled."""
+def test_other_values_are_refused(value):
+    """Nothing is pickled."""
     with pytest.raises(CheckpointError):
         encode_value(value)
