@@ -1,4 +1,4 @@
-"""The strip of a finding: what the owners of a buffer tell, put together."""
+"""Strip of a finding: the map of a buffer, joined from the places of its owners."""
 
 from dataclasses import replace
 
@@ -47,12 +47,12 @@ def strip_of(*findings, places=PLACES):
     return build_buffer_map(findings[0], found=findings, places=places)
 
 
-def test_a_map_without_a_finding_has_the_same_parts():
+def test_map_without_a_finding_has_the_same_parts():
     strip = strip_of(found("w", (6, 8)))
     assert map_buffer(PLACES) == replace(strip, check="", differ=(), differ_ranks=())
 
 
-def test_buckets_shards_pieces_and_padding():
+def test_strip_has_buckets_shards_pieces_and_padding():
     strip = strip_of(found("w", (6, 8)))
     assert (strip.elems, strip.start, strip.stop) == (16, 0, 16)
     assert strip.buckets == (MappedBucket(index=0, start=0, stop=16),)
@@ -67,7 +67,7 @@ def test_buckets_shards_pieces_and_padding():
     assert (strip.padding, strip.unowned) == (((14, 16),), ())
 
 
-def test_what_differs_is_counted_in_the_buffer():
+def test_differing_spans_are_counted_in_the_buffer():
     strip = strip_of(found("w", (7, 9), rank=0), found("b", (0, 1), (3, 4), rank=1))
     assert strip.differ == ((7, 9), (10, 11), (13, 14))
     assert strip.differ_ranks == (0, 1)
@@ -79,13 +79,13 @@ def test_replicas_share_a_shard():
     assert [shard.ranks for shard in strip.shards] == [(0, 2), (1, 3)]
 
 
-def test_other_buffers_are_left_out():
+def test_other_buffers_are_omitted():
     other = place("e", 0, 4, 0, shard=0, span=(0, 8), buffer=1)
     strip = strip_of(found("w", (0, 1)), places={0: [*PLACES[0], other], 1: PLACES[1]})
     assert {piece.param for piece in strip.pieces} == {"w", "b"}
 
 
-def test_where_offsets_begin_anew_in_each_bucket_the_buffer_is_that_of_the_finding():
+def test_offsets_per_bucket_map_the_bucket_of_the_finding():
     later = place("e", 0, 4, 0, shard=0, span=(0, 4), bucket=(1, 0, 8), padding=8)
     last = place("f", 0, 4, 4, shard=1, span=(4, 8), bucket=(1, 0, 8), padding=8)
     places = {0: [*PLACES[0], later], 1: [*PLACES[1], last]}
@@ -95,7 +95,7 @@ def test_where_offsets_begin_anew_in_each_bucket_the_buffer_is_that_of_the_findi
     assert strip.differ == ((5, 6),)
 
 
-def test_of_a_param_in_two_buffers_the_part_that_differs_decides():
+def test_param_in_two_buffers_maps_the_part_that_differs():
     other = place("w", 10, 14, 0, shard=0, span=(0, 4), bucket=(1, 0, 4), padding=4, buffer=1)
     places = {0: [*PLACES[0], other], 1: PLACES[1]}
     at = replace(found("w", (11, 12), rank=0), offset_in_param=11)
@@ -103,19 +103,19 @@ def test_of_a_param_in_two_buffers_the_part_that_differs_decides():
     assert (strip.buffer, strip.differ, strip.differ_ranks) == (1, ((1, 2),), (0,))
 
 
-def test_what_two_ranks_have_in_different_buffers_is_shown_in_each():
+def test_ranks_with_different_buffers_map_the_one_of_the_finding():
     other = replace(PLACES[0][0], buffer=1)
     strip = strip_of(found("w", (1, 2)), places={0: PLACES[0], 1: [other]})
     assert (strip.buffer, strip.differ) == (0, ((1, 2),))
 
 
-def test_a_gap_is_owned_by_no_rank():
+def test_gap_is_unowned():
     places = {0: [place("w", 0, 7, 0, shard=0, span=(0, 8))], 1: PLACES[1]}
     strip = strip_of(found("w", (7, 8)), places=places)
     assert (strip.unowned, strip.differ, strip.padding) == (((7, 8),), ((7, 8),), ((14, 16),))
 
 
-def test_without_word_of_padding_it_is_what_no_piece_covers():
+def test_unreported_padding_is_the_part_without_pieces():
     unreported = [
         place("w", 0, 4, 0, shard=0, span=(0, 8), bucket=(0, None, None), padding=None),
         place("b", 0, 2, 6, shard=0, span=(0, 8), bucket=(0, None, None), padding=None),
@@ -124,13 +124,13 @@ def test_without_word_of_padding_it_is_what_no_piece_covers():
     assert (strip.padding, strip.unowned, strip.elems) == (((4, 6),), (), 8)
 
 
-def test_nothing_to_show():
+def test_finding_without_places_has_no_strip():
     assert strip_of(found("w")) is None
     assert strip_of(found("unknown", (0, 1))) is None
 
 
 @pytest.mark.parametrize("at", [0, 5_000, 9_999])
-def test_of_a_large_buffer_the_part_around_the_first_difference_is_told(at):
+def test_large_buffer_is_cut_around_the_first_difference(at):
     places = [
         place(str(i), 0, 1, i, shard=0, span=(0, 10_000), bucket=(0, 0, 10_000), padding=10_000)
         for i in range(10_000)
@@ -145,7 +145,7 @@ def test_of_a_large_buffer_the_part_around_the_first_difference_is_told(at):
 
 @pytest.fixture
 def one_element_off(monkeypatch):
-    """Rank 1 adds 1 to the last element of its first shard of gradients, before the step."""
+    """Add 1 to the last element of rank 1's first gradient shard, before the step."""
     right = DistributedOptimizer.step
 
     def changed(self):
@@ -159,8 +159,8 @@ def one_element_off(monkeypatch):
 
 
 @pytest.mark.usefixtures("one_element_off")
-class TestOfACase:
-    def test_the_differing_element_is_marked_where_it_lies(self, judged):
+class TestCases:
+    def test_differing_element_is_marked_at_its_offset(self, judged):
         result = judged(
             model=ModelSpec(name="mlp", hidden=2),
             world=WorldSpec(size=3),
@@ -178,7 +178,7 @@ class TestOfACase:
         assert len(strip.buckets) > 1
         assert result.as_dict()["strip"]["differ"] == strip.differ
 
-    def test_findings_say_which_calls_were_made_in_their_step(self, judged):
+    def test_finding_has_the_calls_of_its_step(self, judged):
         result = judged(run=RunSpec(steps=2), system=SystemSpec(bucket_elems=40))
         first, (log,) = result.findings[0], result.logs
         calls = log.collectives[first.call_start : first.call_stop]
@@ -187,5 +187,5 @@ class TestOfACase:
         assert "broadcast" not in own
 
 
-def test_a_pass_has_none(judged):
+def test_passing_case_has_no_strip(judged):
     assert judged().strip is None

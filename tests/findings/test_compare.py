@@ -1,4 +1,4 @@
-"""The rule for equality, and what a difference says."""
+"""Equality of tensors, and the description of a difference."""
 
 import math
 
@@ -11,7 +11,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.flo
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_signed_zeros_are_equal_and_so_are_nans(dtype):
+def test_signed_zeros_are_equal_and_nans_are_equal(dtype):
     a = torch.tensor([0.0, -0.0, math.nan, 1.0], dtype=dtype)
     b = torch.tensor([-0.0, 0.0, math.nan, 1.0], dtype=dtype)
     assert same_bits(a, b)
@@ -19,7 +19,7 @@ def test_signed_zeros_are_equal_and_so_are_nans(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_step_of_the_dtype_is_a_difference(dtype):
+def test_one_ulp_is_a_difference(dtype):
     a = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=dtype)
     b = a.clone()
     b[1, 0] = (
@@ -42,7 +42,7 @@ def test_ulp_counts_across_zero():
     assert difference.ulp == 2
 
 
-def test_nan_against_a_number_differs_without_a_distance():
+def test_nan_against_a_number_has_no_distance():
     difference = find_difference(torch.tensor([1.0]), torch.tensor([math.nan]))
     assert difference is not None
     assert difference.ulp is None
@@ -55,7 +55,7 @@ def test_integers_compare_exactly():
     assert (difference.first, difference.expected, difference.got) == (1, 2, 3)
 
 
-def test_a_number_that_no_tolerance_would_see():
+def test_difference_within_allclose_is_a_difference():
     a = torch.full((1000,), 1.0)
     b = a.clone()
     b[999] = 1.0 + 2.0**-23
@@ -63,7 +63,7 @@ def test_a_number_that_no_tolerance_would_see():
     assert not same_bits(a, b)
 
 
-def test_fp8_is_shown_with_its_byte():
+def test_fp8_value_is_printed_with_its_byte():
     from zero_sim.findings import describe as findings
 
     a = torch.tensor([1.0, 24.0]).to(torch.float8_e5m2)
@@ -76,14 +76,14 @@ def test_fp8_is_shown_with_its_byte():
     assert (found.expected_value, found.got_value, found.ulp) == ("24.0", "28.0", 1)
 
 
-def test_spans_of_what_differs():
+def test_difference_has_the_spans_that_differ():
     expected = torch.zeros(12)
     got = expected.clone()
     got[[0, 1, 5, 11]] = 1
     assert find_difference(expected, got).spans == ((0, 2), (5, 6), (11, 12))
 
 
-def test_of_many_spans_the_first_ones_are_kept():
+def test_spans_are_limited_to_the_first_ones():
     expected = torch.zeros(1000)
     got = expected.clone()
     got[1::2] = 1

@@ -1,4 +1,4 @@
-"""Which of several findings is told first: the one that the others follow from."""
+"""Order of findings: a cause comes before its effects."""
 
 import itertools
 from collections import Counter
@@ -31,7 +31,7 @@ def finding(check, *, step=0, rank=0, **more):
 
 
 def seen_with(*found):
-    """What a judge saw that found this."""
+    """Return the report of a judge with these findings."""
     return JudgeReport(
         world_ranks=(0,), first_step=0, has_started=True, compared_elems=1,
         nonzero_fraction_max=1.0, same_data=False, has_stepped=True, uncertified_step=None,
@@ -40,30 +40,30 @@ def seen_with(*found):
 
 
 @pytest.mark.parametrize(("cause", "effect"), list(itertools.pairwise(PHASE_OF)))
-def test_a_cause_comes_before_its_effect_whichever_ranks_show_them(cause, effect):
+def test_cause_comes_before_its_effect_on_any_rank(cause, effect):
     found = [finding(effect, rank=0), finding(cause, rank=3)]
     assert [each.check for each in earliest_first(found)] == [cause, effect]
 
 
-def test_a_step_counts_more_than_a_phase():
+def test_earlier_step_comes_before_earlier_phase():
     found = [finding("equality.loss", step=1), finding("equality.params", step=0)]
     assert [each.step for each in earliest_first(found)] == [0, 1]
 
 
-def test_of_one_check_the_first_rank_is_kept_and_the_others_are_counted():
+def test_findings_of_one_check_keep_the_first_rank_and_are_counted():
     (kept,) = sort_and_merge([finding("equality.grad", rank=2), finding("equality.grad", rank=1)])
     assert kept.rank == 1
     assert kept.detail.startswith("2 such differences in this step:")
 
 
-def test_what_has_no_step_is_of_every_step():
+def test_finding_without_a_step_belongs_to_every_step():
     nowhere = Finding(check="invariant.ownership", message="no rank")
     found = [finding("equality.loss", step=4), nowhere, finding("equality.norm", step=3)]
     assert of_first_step(found) == [nowhere, found[2]]
 
 
-def test_a_gradient_of_one_cell_comes_before_the_norm_that_another_has_from_it():
-    """Two cells share a norm: the first one sees only that, the second one where it is from."""
+def test_gradient_of_one_cell_comes_before_the_shared_norm():
+    """Two cells share a norm: the first one sees only the norm, the second one the cause."""
     scenario = Scenario(
         schema=1, name="case", model=ModelSpec(name="mlp", hidden=2), world=WorldSpec(size=2),
         topology=TopologySpec(tp=2), run=RunSpec(steps=1),
@@ -73,7 +73,7 @@ def test_a_gradient_of_one_cell_comes_before_the_norm_that_another_has_from_it()
     assert [each.check for each in result.findings] == ["equality.grad", "equality.norm"]
 
 
-def test_a_step_of_one_cell_comes_before_a_later_one_of_another():
+def test_earlier_step_of_one_cell_comes_before_a_later_one_of_another():
     scenario = Scenario(
         schema=1, model=ModelSpec(name="mlp"), world=WorldSpec(size=2), run=RunSpec(steps=1)
     )
@@ -82,14 +82,14 @@ def test_a_step_of_one_cell_comes_before_a_later_one_of_another():
     assert [each.check for each in result.findings] == ["equality.params"]
 
 
-def test_params_of_no_one_rank_are_listed_once():
+def test_params_without_a_rank_are_listed_once():
     alike = [finding("equality.grad", rank=None, param=name) for name in ("a", "a", "b")]
     (merged,) = sort_and_merge(alike)
     assert merged.detail.splitlines()[1:] == ["  param 'a'", "  param 'b'"]
 
 
 @pytest.mark.parametrize("mapped", [0, 1])
-def test_a_finding_of_one_cell_never_shows_the_buffer_of_another(mapped):
+def test_finding_of_one_cell_never_maps_the_buffer_of_another(mapped):
     scenario = Scenario(schema=1, name="case", model=ModelSpec(name="mlp"), run=RunSpec(steps=1))
     differ = {"param": "w", "differ_spans": ((0, 1),)}
     found = [finding("equality.grad", rank=rank, **differ) for rank in (0, 1)]

@@ -1,4 +1,4 @@
-"""What a finding says beside where and how much: what came instead, by what factor, and when."""
+"""Leads of a finding: the value that came instead, the factor, and the time."""
 
 import pytest
 import torch.distributed as dist
@@ -17,7 +17,7 @@ def first_of(result, check):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_an_average_over_three_ranks_is_a_third(judged, monkeypatch, dtype):
+def test_average_over_three_ranks_is_a_third_of_the_sum(judged, monkeypatch, dtype):
     def averaged(output, source, *, group):
         dist.reduce_scatter_single(output, source, op=dist.ReduceOp.AVG, group=group)
 
@@ -27,7 +27,7 @@ def test_an_average_over_three_ranks_is_a_third(judged, monkeypatch, dtype):
     assert finding.message.endswith("it was divided by the 3 ranks already")
 
 
-def test_a_gradient_that_nobody_reduced(judged, monkeypatch):
+def test_gradient_that_was_not_reduced_is_recognized(judged, monkeypatch):
     def kept(output, source, *, group):
         output.copy_(source.chunk(dist.get_world_size(group))[dist.get_rank(group)])
 
@@ -36,13 +36,13 @@ def test_a_gradient_that_nobody_reduced(judged, monkeypatch):
     assert finding.message.endswith("the value is the gradient of this rank alone, not reduced")
 
 
-def test_a_param_that_nobody_gathered(judged, monkeypatch):
+def test_param_that_was_not_gathered_is_recognized(judged, monkeypatch):
     monkeypatch.setattr(unit_module, "all_gather", lambda *args, **kwargs: None)
     finding = first_of(judged(), "equality.params")
     assert finding.message.endswith("the value is that from before the step")
 
 
-def test_a_shard_at_the_place_of_another(judged, monkeypatch):
+def test_shard_at_the_position_of_another_is_recognized(judged, monkeypatch):
     def rotated(output, shard, *, group):
         dist.all_gather_single(output, shard.clone(), group=group)
         output.copy_(output.roll(shard.numel()))
@@ -55,7 +55,7 @@ def test_a_shard_at_the_place_of_another(judged, monkeypatch):
     )
 
 
-def test_memory_that_is_still_in_flight(judged, monkeypatch):
+def test_memory_in_flight_is_recognized(judged, monkeypatch):
     def finish_gather(self):
         self._gathering, self.param_state = None, ParamState.WHOLE
 
@@ -67,7 +67,7 @@ def test_memory_that_is_still_in_flight(judged, monkeypatch):
     )
 
 
-def test_a_loss_of_another_micro_batch(judged, monkeypatch):
+def test_loss_of_another_micro_batch_is_recognized(judged, monkeypatch):
     right = program._micro_batch
     kept = []
 
@@ -85,7 +85,7 @@ def test_a_loss_of_another_micro_batch(judged, monkeypatch):
     )
 
 
-def test_the_first_step_after_a_checkpoint_is_said(judged, monkeypatch):
+def test_first_step_after_a_load_is_reported(judged, monkeypatch):
     right, load, loaded = unit_module.all_gather, ZeroSimEngine.load, []
 
     def noted(self, path, **settings):

@@ -1,4 +1,4 @@
-"""In which manner two tensors differ."""
+"""Manner in which two tensors differ."""
 
 import math
 
@@ -26,38 +26,38 @@ EXPECTED = [1.0, 3.0, -5.0, 0.0, 7.25]
         ([1.0, 3.0, math.nan, 0.0, 7.25], "nonfinite"),
     ],
 )
-def test_of_elements_that_differ_the_first_that_is_true(got, manner):
+def test_first_manner_that_applies_is_returned(got, manner):
     dtype = torch.float64
     assert manner_of(torch.tensor(EXPECTED, dtype=dtype), torch.tensor(got, dtype=dtype)) == manner
 
 
-def test_a_factor_may_be_rounded():
-    """A third in fp32, as of an average over three ranks in place of a sum."""
+def test_factor_may_be_rounded():
+    """A third in fp32, as for an average over three ranks instead of a sum."""
     expected = torch.linspace(-3, 7, 101)
     assert manner_of(expected, expected / 3) == "smaller"
     assert manner_of(expected.bfloat16(), (expected.bfloat16() / 3)) == "smaller"
 
 
 @pytest.mark.parametrize(("got", "manner"), [(0.5, "smaller"), (3.0, "larger"), (0.7, "values")])
-def test_of_one_element_only_a_whole_factor_is_one(got, manner):
+def test_single_element_needs_a_whole_factor(got, manner):
     assert manner_of(torch.tensor([1.0]), torch.tensor([got])) == manner
 
 
-def test_one_that_should_not_be_finite():
+def test_finite_value_for_an_infinity():
     assert manner_of(torch.tensor([math.inf]), torch.tensor([1.0])) == "finite"
 
 
 @pytest.mark.parametrize("other", [torch.zeros(3), torch.zeros(2, dtype=torch.float64)])
-def test_another_shape_or_dtype(other):
+def test_another_shape_or_dtype_is_a_shape_difference(other):
     assert manner_of(torch.zeros(2), other) == "shape"
 
 
-def test_counters_differ_in_a_manner_too():
+def test_counters_have_a_manner():
     assert manner_of(torch.tensor(2), torch.tensor(4)) == "larger"
     assert manner_of(torch.tensor(2), torch.tensor(3)) == "values"
 
 
-def test_bytes_of_a_narrow_float_differ_in_a_manner_too():
+def test_narrow_floats_have_a_manner():
     expected = torch.tensor([1.0, 2.0, 4.0]).to(torch.float8_e4m3fn)
     got = torch.tensor([1.0, 4.0, 8.0]).to(torch.float8_e4m3fn)
     assert manner_of(expected, got) == "larger"

@@ -1,4 +1,4 @@
-"""The one factor by which everything is off: named as far as the numbers bear it out."""
+"""Common factor of a difference, named only if the numbers prove it."""
 
 import pytest
 import torch
@@ -13,51 +13,51 @@ def common_ratio(expected, got):
 
 
 def quotient(values, count):
-    """As an AVG divides: in fp32, then rounded to the dtype."""
+    """Divide as AVG does: in fp32, then rounded to the dtype."""
     return (values.float() / count).to(values.dtype)
 
 
 class TestNamed:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("count", [3, 5, 7])
-    def test_a_quotient_that_is_rounded(self, dtype, count):
+    def test_rounded_quotient_is_named(self, dtype, count):
         values = VALUES.to(dtype)
         said = common_ratio(values, quotient(values, count))
         assert said == f"every element is 1/{count} x the expected one, up to rounding"
 
-    def test_an_average_of_what_was_summed_in_fp32(self):
-        # Both are rounded to bf16 once, so that neither is a multiple of the other.
+    def test_average_of_an_fp32_sum_is_named(self):
+        # Both are rounded to bf16 once, so neither is an exact multiple of the other.
         total = (torch.arange(200, dtype=torch.float32) * 0.37 + 0.11).sin()
         said = common_ratio(total.bfloat16(), (total / 3).bfloat16())
         assert said == "every element is 1/3 x the expected one, up to rounding"
 
     @pytest.mark.parametrize(("factor", "shown"), [(0.25, "1/4"), (4.0, "4"), (-1.0, "-1")])
-    def test_a_factor_that_rounds_nothing(self, factor, shown):
+    def test_factor_without_rounding_is_named(self, factor, shown):
         said = common_ratio(VALUES, VALUES * factor)
         assert said == f"every element is {shown} x the expected one"
 
-    def test_a_multiple_that_is_rounded(self):
+    def test_rounded_multiple_is_named(self):
         assert "is 3 x the expected one" in common_ratio(VALUES, VALUES * 3)
 
-    def test_numbers_too_small_to_be_normal(self):
+    def test_subnormal_numbers_are_named(self):
         tiny = torch.tensor([7, 11, 1000, 3], dtype=torch.int32).view(torch.float32)
         assert "1/3 x" in common_ratio(tiny, tiny / 3)
 
 
 class TestNotNamed:
-    """What the numbers do not bear out is not said."""
+    """Differences without a proven factor."""
 
-    def test_one_element_that_is_off_by_more_than_its_rounding(self):
+    def test_element_off_by_more_than_its_rounding(self):
         got = quotient(VALUES, 3)
         got[2] = got[2] * (1 + 4 * torch.finfo(torch.float32).eps)
         assert common_ratio(VALUES, got) == ""
 
-    def test_a_zero_that_came_as_something_else(self):
+    def test_zero_that_became_nonzero(self):
         got = VALUES / 4
         got[4] = 1e-9
         assert common_ratio(VALUES, got) == ""
 
-    def test_two_factors_that_fit_alike(self):
+    def test_two_factors_that_fit(self):
         # With eight bits, 1/300 and 1/301 of one number round to the same.
         one = torch.tensor([1.0], dtype=torch.bfloat16)
         assert common_ratio(one, quotient(one, 300)) == ""
@@ -66,11 +66,11 @@ class TestNotNamed:
         assert common_ratio(VALUES, torch.nextafter(VALUES, VALUES * 2)) == ""
 
     @pytest.mark.parametrize("got", [torch.zeros(7), VALUES * 0.4, VALUES * float("nan")])
-    def test_nothing_of_the_kind(self, got):
+    def test_no_common_factor(self, got):
         assert common_ratio(VALUES, got) == ""
 
-    def test_a_factor_beyond_all_whole_numbers(self):
+    def test_factor_too_large_for_a_whole_number(self):
         assert common_ratio(torch.tensor([1e-30]), torch.tensor([1e30])) == ""
 
-    def test_integers(self):
+    def test_integers_have_no_factor(self):
         assert common_ratio(torch.tensor([3, 6]), torch.tensor([1, 2])) == ""
