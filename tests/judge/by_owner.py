@@ -1,4 +1,4 @@
-"""A right engine, ZeRO-1 by owner, that communicates in every answer; and wrong ones made of it."""
+"""ZeRO-1 by owner whose queries communicate, and faulty engines made from it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ QUERIES = ("parts", "params", "stray_gradients", "stray_padding", "notes", "sett
 
 
 class OwnerEngine:
-    """ZeRO-1 by owner, whose every answer takes a collective of another length.
+    """ZeRO-1 by owner; each query issues a collective of its own length.
 
     Args:
-        hides: `(step, rank, param)` of the gradients that are reported as None.
+        hides: `(step, rank, param)` of gradients reported as None.
         spoils: `(step, rank)` after which the rank's first param is wrong.
     """
 

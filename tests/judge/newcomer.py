@@ -1,4 +1,4 @@
-"""A small engine that reports its params alone, with places to make a newcomer's mistakes."""
+"""Small engine that reports only params, with options for common mistakes."""
 
 import torch
 import torch.distributed as dist
@@ -36,15 +36,15 @@ def mean_over_ranks(grad, group):
 
 
 class Newcomer:
-    """A target of such engines.
+    """Target around the engine.
 
     Args:
-        optimizer: Makes the optimizer from params by name and the optimizer's spec.
-        reduce: Makes the mean of a gradient and a group.
-        accumulates: Whether gradients of micro-batches are added, not replaced.
-        reads_lr_factor: Whether learning rates follow the warm-up.
-        norm: Gives the norm that is reported, from gradients by name and the group.
-        shows_grads: Whether reduced gradients are in the params.
+        optimizer: Function of params by name and the optimizer's spec; returns an optimizer.
+        reduce: Function of a gradient and a group; returns the mean.
+        accumulates: True if gradients of micro-batches are added, False if replaced.
+        reads_lr_factor: True if learning rates follow the warm-up.
+        norm: Function of gradients by name and the group; returns the reported norm.
+        shows_grads: True if params contain reduced gradients.
     """
 
     name = "newcomer"

@@ -1,4 +1,4 @@
-"""What a first finding is asked, and engines that tell wrong what they did right."""
+"""Access to the first finding, and targets that report wrong values."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from zero_sim.targets.own import ZeroSimTarget
 
 
 def first_finding(result, check):
-    """The first finding of a case that fails; its check must be this one."""
+    """Return the first finding of a failed case; assert its check."""
     assert result.verdict == "fail", result
     assert result.findings[0].check == check, result.findings
     return result.findings[0]
 
 
 class WrongAnswers:
-    """The project's own system, whose engine answers some questions otherwise.
+    """zero_sim's own system with some methods replaced.
 
     Args:
-        answers: By name of a method: called with the engine and the method as it was.
+        answers: Replacements by method name; each takes the engine and the original method.
     """
 
     name = "zero_sim"

@@ -1,4 +1,4 @@
-"""A small data-parallel system that follows any one rule, as whoever writes such code would."""
+"""Small data-parallel system that can follow any one rule."""
 
 import itertools
 
@@ -21,7 +21,7 @@ def fp32(number):
 
 
 def times(tensor, number):
-    """What a tensor times a Python number is where the product is rounded once."""
+    """Multiply by a Python number, rounding the product once."""
     return (tensor.to(torch.float32) * fp32(number)).to(tensor.dtype)
 
 
@@ -43,13 +43,13 @@ AFTER = {
 
 
 class Engine:
-    """All-reduce of each gradient, a division somewhere, Adam on fp32 masters that all ranks hold.
+    """All-reduce of each gradient, a division, Adam on fp32 masters that all ranks hold.
 
     Args:
         module: The model.
         scenario: The case.
         group: All ranks.
-        does: What it does otherwise than by default.
+        does: Deviations from the default rules.
     """
 
     def __init__(self, module, scenario, group, does):
@@ -111,7 +111,7 @@ class Engine:
             self.reduce(last=True)
 
     def reduce(self, *, last):
-        """Sum what is there over the ranks, every one of which brings all params."""
+        """Sum the local gradients over the ranks; every rank has all params."""
         divide, count = self.does.get("divide", "post"), self.count()
         for name, param in self.named.items():
             grad = self.local.get(name, torch.zeros_like(param))
@@ -173,7 +173,7 @@ class Engine:
         return StepResult(norm=None if self.does.get("tells no norm") else norm, skipped=skipped)
 
     def left(self, wide):
-        """Without those that no rank used, where such are left alone."""
+        """Drop params that no rank used, if the system leaves those alone."""
         if not self.does.get("leaves unused"):
             return wide
         used = fp32([float(name in self.reached) for name in self.named])
@@ -196,7 +196,7 @@ class Engine:
                 param.copy_(self.masters[name])
 
     def owned(self):
-        """Names of what this rank owns: of each block, or of all, in turn."""
+        """Names of params that this rank owns: dealt in turn within each shard group."""
         if self.blocks == 1 and not self.does.get("shards"):
             return list(self.named)
         share, rank = self.size // self.blocks, self.group.rank()
@@ -222,12 +222,12 @@ def default_clip(norm, bound):
 
 
 class Target:
-    """The system as a target.
+    """Target around the engine.
 
     Args:
-        does: What it does otherwise than by default.
-        declared: What it says of that.
-        able: What it may be asked besides.
+        does: Deviations from the default rules.
+        declared: Declared numerics.
+        able: Further capabilities.
     """
 
     name = "ruled"

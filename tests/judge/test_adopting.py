@@ -1,4 +1,4 @@
-"""The owner of an element decides its bits, where a rule gives several."""
+"""If a rule allows several results, the owner of an element decides its bits."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from zero_sim.judge.adopting import Adoption
 from zero_sim.targets import OwnedPart, Place
 
 HERE, THERE = {"": 1.0, "m": 5.0}, {"": 1.5, "m": 5.5}
-"""Master and state of an element, by where its tensor is cut."""
+"""Master and state of an element for two ways to cut its tensor."""
 
 
 class Source:
@@ -57,7 +57,7 @@ def part(master, state, start=2):
     )
 
 
-def test_the_owners_bits_are_adopted(source, adoption):
+def test_bits_of_the_owner_are_adopted(source, adoption):
     adoption.see_part(part([1.0, 1.5], [5.0, 5.5]), STEP)
     assert source.adopted == [("w", [3], [1.5])]
 
@@ -66,29 +66,29 @@ def test_the_owners_bits_are_adopted(source, adoption):
     ("master", "state"),
     [([1.0, 1.5], [5.0, 5.0]), ([1.0, 1.0], [5.0, 5.5]), ([1.0, 1.25], [5.0, 5.0])],
 )
-def test_master_and_state_are_of_one_cut(source, adoption, master, state):
+def test_master_and_state_must_come_from_one_cut(source, adoption, master, state):
     adoption.see_part(part(master, state), STEP)
     assert source.adopted == []
 
 
-def test_a_replica_is_held_to_what_its_first_owner_has(source, adoption):
+def test_replica_is_checked_against_its_first_owner(source, adoption):
     adoption.see_part(part([1.0, 1.0], [5.0, 5.0]), STEP)
     adoption.see_part(part([1.0, 1.5], [5.0, 5.5]), STEP)
     assert source.adopted == []
 
 
-def test_a_working_param_may_be_seen_before_its_owner(source, adoption):
+def test_working_param_before_its_owner_is_adopted(source, adoption):
     adoption.see_param("w", torch.tensor([1.0, 1.0, 1.0, 1.5]), STEP)
     assert source.adopted == [("w", [3], [1.5])]
 
 
-def test_an_owner_is_held_to_a_working_param_that_was_seen(source, adoption):
+def test_owner_is_checked_against_an_earlier_working_param(source, adoption):
     adoption.see_param("w", torch.ones(4), STEP)
     adoption.see_part(part([1.0, 1.5], [5.0, 5.5]), STEP)
     assert source.adopted == []
 
 
-def test_a_working_param_is_held_to_the_owner(source, adoption):
+def test_working_param_is_checked_against_the_owner(source, adoption):
     adoption.see_part(part([1.0, 1.0], [5.0, 5.0]), STEP)
     adoption.see_param("w", torch.tensor([1.0, 1.0, 1.0, 1.5]), STEP)
     assert source.adopted == []

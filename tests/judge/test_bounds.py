@@ -1,4 +1,4 @@
-"""Where the judge is told no order, a right system passes whatever the world adds; no wrong one."""
+"""Verdicts by bounds: if the order is unknown, right systems pass and wrong ones fail."""
 
 from dataclasses import replace
 from typing import get_args
@@ -40,7 +40,7 @@ UNKNOWN = WorldSpec(size=4, order="random-tree", order_known=False)
 
 @pytest.fixture
 def bounded(judged):
-    """Run a small case whose order the judge is not told."""
+    """Run a small case of unknown order."""
 
     def run(target=None, **parts):
         return judged(target, **{"world": UNKNOWN, **parts})
@@ -56,7 +56,7 @@ def checks_of(result):
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("model", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("order", get_args(OrderName))
-def test_a_right_system_passes_whatever_the_world_adds(bounded, order, model, stage):
+def test_right_system_passes_in_any_order(bounded, order, model, stage):
     result = bounded(
         model=model,
         world=replace(UNKNOWN, order=order),
@@ -69,7 +69,7 @@ def test_a_right_system_passes_whatever_the_world_adds(bounded, order, model, st
 
 @pytest.mark.parametrize("size", [3, 5, 8])
 @pytest.mark.parametrize("seed", range(3))
-def test_it_passes_in_many_trees(bounded, seed, size):
+def test_right_system_passes_in_many_trees(bounded, seed, size):
     world = replace(UNKNOWN, size=size)
     assert bounded(world=world, run=RunSpec(steps=2, seed=seed)).verdict == "pass"
 
@@ -86,13 +86,13 @@ def test_it_passes_in_many_trees(bounded, seed, size):
     ],
     ids=["params", "fp16", "ternary", "unusual", "transformer-260", "freeze"],
 )
-def test_every_model_that_is_not_refused(bounded, model):
+def test_every_accepted_model_passes(bounded, model):
     assert bounded(model=model, run=RunSpec(steps=3)).verdict == "pass"
 
 
 @pytest.mark.parametrize("sync", ["last", "every"])
 @pytest.mark.parametrize("divide", ["none", "pre", "post", "premul"])
-def test_every_division(bounded, divide, sync):
+def test_every_division_passes(bounded, divide, sync):
     result = bounded(
         system=SystemSpec(divide=divide, divide_by="micro-batches", sync=sync),
         run=RunSpec(steps=2, micro_batches=3),
@@ -110,20 +110,20 @@ def test_every_division(bounded, divide, sync):
     ],
     ids=["clip-norm", "clip-value", "loss-scale", "groups"],
 )
-def test_every_setting_of_a_step(bounded, settings):
+def test_every_setting_of_a_step_passes(bounded, settings):
     assert bounded(optimizer=OptimizerSpec(**settings), run=RunSpec(steps=4)).verdict == "pass"
 
 
 @pytest.mark.parametrize(
     "name", [n for n in get_args(OptimizerName) if n not in (*WHOLE_PARAM_OPTIMIZERS, "own")]
 )
-def test_every_elementwise_optimizer(bounded, name):
+def test_every_elementwise_optimizer_passes(bounded, name):
     assert bounded(optimizer=OptimizerSpec(name=name, lr=0.01)).verdict == "pass"
 
 
 @pytest.mark.parametrize("timing", ["lazy", "hostile"])
 @pytest.mark.parametrize("redundancy", [1, 2, 3])
-def test_copies_of_the_state_and_overlap(bounded, redundancy, timing):
+def test_replicas_and_overlap_pass(bounded, redundancy, timing):
     result = bounded(
         world=replace(UNKNOWN, size=6, timing=timing),
         system=SystemSpec(redundancy=redundancy, bucket_elems=40),
@@ -132,7 +132,7 @@ def test_copies_of_the_state_and_overlap(bounded, redundancy, timing):
     assert result.verdict == "pass", result.findings
 
 
-def test_a_planted_overflow_is_skipped_and_followed(bounded):
+def test_planted_overflow_is_skipped_and_followed(bounded):
     result = bounded(
         data=DataSpec(nan=NanSpec(step=1, rank=2)),
         optimizer=OptimizerSpec(loss_scale=LossScaleSpec()),
@@ -141,7 +141,7 @@ def test_a_planted_overflow_is_skipped_and_followed(bounded):
     assert result.verdict == "pass", result.findings
 
 
-def test_an_overflow_that_nobody_skips_comes_from_the_data(bounded):
+def test_planted_overflow_without_loss_scale_is_an_error(bounded):
     result = bounded(data=DataSpec(nan=NanSpec(step=1, rank=2)), run=RunSpec(steps=3))
     assert (result.verdict, result.findings) == ("error", ())
     assert "of step 1 on rank 2. data.nan plants it" in result.error
@@ -151,21 +151,21 @@ def test_context_parallel_ranks_hold_the_same_params(bounded):
     assert bounded(topology=TopologySpec(cp=2, order="dp-cp-tp-pp")).verdict == "pass"
 
 
-class TestWhatAReaderIsTold:
-    def test_how_many_elements_stand_under_a_bound_and_how_wide_it_is(self, bounded):
+class TestNotes:
+    def test_note_has_the_number_and_width_of_bounds(self, bounded):
         notes = "\n".join(bounded().notes)
         assert "bound, " in notes
         # (1 + 2^-8)^3 - 1, with four ranks.
         assert "by 0.012 x the sum of its terms' magnitudes" in notes
         assert "must have the right sign" in notes
 
-    def test_pairs_owe_their_bits(self, bounded):
+    def test_sums_of_pairs_are_compared_exactly(self, bounded):
         result = bounded(system=SystemSpec(redundancy=2))
         assert result.owed.keys() == {"one-sum", "order-free"}
         assert not any(note.startswith("bounds:") for note in result.notes)
 
-    def test_bounds_that_hold_anything_are_no_pass(self, bounded):
-        """A thousand numbers in bf16 may add up to anything; zero would do."""
+    def test_bounds_without_information_are_inconclusive(self, bounded):
+        """A thousand numbers in bf16 may add up to anything, zero included."""
         result = bounded(
             model=ModelSpec(name="params", shapes=((3,),), dtype="bf16"),
             world=replace(UNKNOWN, size=200),
@@ -174,13 +174,13 @@ class TestWhatAReaderIsTold:
         assert result.verdict == "inconclusive"
         assert result.findings[0].check == "guard.wide-bounds"
 
-    def test_a_target_that_tells_no_parts_is_not_followed(self, bounded):
+    def test_target_without_parts_is_inconclusive(self, bounded):
         result = bounded(_TellsNoParts(), model=FP32)
         assert result.verdict == "inconclusive", result.findings
         assert result.findings[0].check == "guard.not-followed"
         assert "masters and optimizer state" in result.findings[0].message
 
-    def test_what_may_overflow_in_some_order_is_not_followed(self, bounded, monkeypatch):
+    def test_possible_overflow_is_inconclusive(self, bounded, monkeypatch):
         opened = bound_sum([torch.full((1,), 3e38)] * 3)
         assert opened.open.all()
         assert not opened.nonfinite.any()
@@ -191,14 +191,14 @@ class TestWhatAReaderIsTold:
 
 
 class _ScalesLosses:
-    """The project's own system, whose losses are multiplied by ranks / tokens of the step."""
+    """zero_sim's own system, with losses multiplied by ranks / tokens of the step."""
 
     name, capabilities = "tokens", None
     numerics = Numerics(scale_loss="tokens")
 
     class Engine(ZeroSimEngine):
         def backward(self, loss, *, last_micro, rows):
-            # Counted by hand, since a call for it is none that this system declares.
+            # Counted by hand, because this system declares no collective for it.
             step_rows = sum((1, 2, 3, 1))
             super().backward(loss * (4 / step_rows), last_micro=last_micro, rows=rows)
 
@@ -206,7 +206,7 @@ class _ScalesLosses:
         return self.Engine(module, scenario=scenario, group=group)
 
 
-def test_losses_that_a_system_scales_are_scaled_where_the_order_is_not_known(bounded):
+def test_declared_loss_scale_is_applied_in_unknown_order(bounded):
     data = DataSpec(rows=1, uneven_rows=True, loss="sum")
     assert bounded(_ScalesLosses(), model=FP32, data=data).verdict == "pass"
     undeclared = _ScalesLosses()
@@ -215,7 +215,7 @@ def test_losses_that_a_system_scales_are_scaled_where_the_order_is_not_known(bou
 
 
 class _Target:
-    """The project's own system, built for another case than the one it is asked for."""
+    """zero_sim's own system, built with changed optimizer settings."""
 
     name = "test"
     capabilities = None
@@ -245,23 +245,23 @@ class _TellsNoParts(_Target):
 @pytest.mark.parametrize(
     ("name", "stage"), [("torch-ddp", 0), ("torch-zero-redundancy", 1), ("torch-fsdp2", 1)]
 )
-def test_systems_of_torch(bounded, name, stage):
+def test_systems_of_torch_pass(bounded, name, stage):
     result = bounded(find_target(name), model=FP32, system=SystemSpec(stage=stage))
     assert result.verdict == "pass", result
     assert result.owed["bound"] > 800
 
 
-class TestAWrongSystemFails:
+class TestWrongSystems:
     @pytest.mark.parametrize("kind", ["drop", "duplicate"])
     @pytest.mark.parametrize("model", [BF16, FP32], ids=["bf16", "fp32"])
-    def test_a_contribution_lost_or_counted_twice(self, bounded, kind, model):
+    def test_lost_or_repeated_contribution_fails(self, bounded, kind, model):
         fault = FaultSpec(kind=kind, rank=1, collective="reduce_scatter")
         result = bounded(model=model, faults=(fault,))
         assert checks_of(result)[0] == "equality.grad"
         assert "some order of addition gives" in result.findings[0].message
         assert " to " in result.findings[0].expected_value
 
-    def test_a_certified_element_is_owed_exactly(self, bounded):
+    def test_certified_element_is_exact(self, bounded):
         fault = FaultSpec(kind="corrupt", rank=1, collective="reduce_scatter", element=0, bit=9)
         result = bounded(
             model=ModelSpec(name="bit-hash", shapes=((40,),), dtype="bf16"), faults=(fault,)
@@ -269,7 +269,7 @@ class TestAWrongSystemFails:
         assert checks_of(result)[0] == "equality.grad"
         assert "any order of addition gives" in result.findings[0].message
 
-    def test_a_wrong_divisor(self, bounded, monkeypatch):
+    def test_wrong_divisor_fails(self, bounded, monkeypatch):
         right = DistributedOptimizer.step
 
         def undivided(self):
@@ -289,13 +289,13 @@ class TestAWrongSystemFails:
         ],
         ids=["lr", "betas", "clip"],
     )
-    def test_a_wrong_hyper_parameter(self, bounded, wrong, check):
+    def test_wrong_hyper_parameter_fails(self, bounded, wrong, check):
         result = bounded(_Target(**wrong), optimizer=OptimizerSpec(clip_norm=0.01))
         assert check in checks_of(result)
         assert "equality.grad" not in checks_of(result)
 
     @pytest.mark.parametrize("stale", [0, 2])
-    def test_stale_params_on_one_rank(self, bounded, monkeypatch, stale):
+    def test_stale_params_on_one_rank_fail(self, bounded, monkeypatch, stale):
         right = DistributedOptimizer.step
 
         def forgetful(self):
@@ -311,13 +311,13 @@ class TestAWrongSystemFails:
         assert "invariant.replicas" in checks_of(result)
         assert result.findings[0].step == 0
 
-    def test_a_missing_gather(self, bounded, monkeypatch):
+    def test_missing_gather_fails(self, bounded, monkeypatch):
         monkeypatch.setattr(unit_module, "all_gather", lambda *args, **kwargs: None)
         result = bounded()
         assert checks_of(result)[0] == "invariant.replicas"
         assert result.findings[0].phase == "gather"
 
-    def test_one_copy_of_a_sum_that_differs(self, bounded, monkeypatch):
+    def test_replicas_of_a_sum_that_differ_fail(self, bounded, monkeypatch):
         right = DistributedOptimizer.step
 
         def nudged(self):
@@ -332,7 +332,7 @@ class TestAWrongSystemFails:
         assert checks_of(result)[0] == "invariant.replicas"
         assert (result.findings[0].rank, result.findings[0].ulp) == (5, 1)
 
-    def test_a_norm_that_one_rank_has_otherwise(self, bounded, monkeypatch):
+    def test_other_norm_on_one_rank_fails(self, bounded, monkeypatch):
         right = DistributedOptimizer.step
 
         def otherwise(self):
@@ -346,7 +346,7 @@ class TestAWrongSystemFails:
         assert set(checks_of(result)) == {"invariant.replicas", "equality.norm"}
         assert {(finding.phase, finding.rank) for finding in result.findings} == {("norm", 3)}
 
-    def test_a_norm_that_an_order_may_give_but_not_of_these_gradients(self, bounded, monkeypatch):
+    def test_norm_of_other_gradients_fails(self, bounded, monkeypatch):
         right = DistributedOptimizer.step
 
         def otherwise(self):
@@ -359,7 +359,7 @@ class TestAWrongSystemFails:
         assert "from that of the reported gradients" in result.findings[0].message
         assert result.findings[0].ulp == 1
 
-    def test_zeros_that_nobody_has(self, bounded, monkeypatch):
+    def test_wrong_number_of_zeros_fails(self, bounded, monkeypatch):
         right = DistributedOptimizer.step
 
         def otherwise(self):
@@ -369,7 +369,7 @@ class TestAWrongSystemFails:
         monkeypatch.setattr(DistributedOptimizer, "step", otherwise)
         assert checks_of(bounded()) == ["equality.zeros"]
 
-    def test_a_norm_that_no_order_gives(self, bounded, monkeypatch):
+    def test_norm_outside_the_bounds_fails(self, bounded, monkeypatch):
         right = DistributedOptimizer.step
 
         def doubled(self):
@@ -381,13 +381,13 @@ class TestAWrongSystemFails:
         assert checks_of(result)[0] == "equality.norm"
         assert "for any order of addition" in result.findings[0].message
 
-    def test_gradients_left_over_from_the_step_before(self, bounded, monkeypatch):
+    def test_gradients_kept_from_the_step_before_fail(self, bounded, monkeypatch):
         monkeypatch.setattr(buffer_module.Buffer, "zero_grads", lambda self: None)
         assert checks_of(bounded())[0] == "invariant.zero-gradients"
 
 
-def test_an_order_that_the_judge_believes_in_would_have_failed(judged, monkeypatch):
-    """The same drift, which only the bound forgives."""
+def test_assumed_order_would_fail_where_bounds_pass(judged, monkeypatch):
+    """Other trees than assumed, which only bounds forgive."""
     trees = order_backends.ORDERS["random-tree"]
     monkeypatch.setitem(order_backends.ORDERS, "linear", trees)
     world = WorldSpec(size=5)
@@ -395,6 +395,6 @@ def test_an_order_that_the_judge_believes_in_would_have_failed(judged, monkeypat
     assert judged(world=replace(world, order_known=False)).verdict == "pass"
 
 
-def test_where_the_order_is_known_nothing_changes(judged, monkeypatch):
+def test_known_order_uses_no_bounds(judged, monkeypatch):
     monkeypatch.setattr(comparison, "BoundedComparison", None)
     assert judged().verdict == "pass"

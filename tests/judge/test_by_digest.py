@@ -1,4 +1,4 @@
-"""Comparison by digests: it agrees with what is right, and else it is as if nobody had told."""
+"""Comparison by digests accepts right values; for others the judge falls back to its reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zero_sim.workloads import build_workload
 
 @dataclass
 class FakeRank:
-    """A rank with a store of what is told, as JSON."""
+    """Rank with a store of shared values, as JSON."""
 
     store: dict[str, str]
     rank: int
@@ -48,7 +48,7 @@ def group():
 
 @pytest.fixture
 def store(group):
-    """A store to which both steps were told."""
+    """Store that contains both steps."""
     store = {}
     telling = owed_by(group, store=store, rank=0).steps
     for _ in range(2):
@@ -57,7 +57,7 @@ def store(group):
 
 
 def part_of(step, name):
-    """What a right system shows of a whole param."""
+    """Return a right system's part that is one whole param."""
     return OwnedPart(
         place=Place(param=name, start=0, stop=step.masters[name].numel()),
         grad=step.grads[name].reshape(-1).clone(),
@@ -70,7 +70,7 @@ def part_of(step, name):
 
 
 def all_of(owed, group, step, parts, params, result):
-    """Compare everything; rank 0 tells its gradients."""
+    """Compare everything; rank 0 reports its gradients."""
     comparing = owed.comparison
     group.telling[0] = True
     found = [*comparing.compare_measured(result, rank=0, step=step)]
@@ -81,7 +81,7 @@ def all_of(owed, group, step, parts, params, result):
 
 @pytest.fixture
 def shown(group):
-    """What a right system shows after the first step."""
+    """Values of a right system after the first step."""
     step, _ = taken()
     return {
         "parts": [part_of(step, name) for name in step.masters],
@@ -90,7 +90,7 @@ def shown(group):
     }
 
 
-def test_what_is_right_agrees_and_as_much_is_compared(group, store, shown):
+def test_right_values_agree_and_compare_as_many_elements(group, store, shown):
     hearing, exact = owed_by(group, store=store), owed_by(group)
     counts = []
     for each in (hearing, exact):
@@ -152,14 +152,14 @@ def _zeros(shown):
     "spoil",
     [_master, _state, _grad, _no_grad, _key, _dtype, _place, _param, _missing, _norm, _zeros],
 )
-def test_whatever_is_wrong_does_not_agree(group, store, shown, spoil):
+def test_wrong_value_does_not_agree(group, store, shown, spoil):
     hearing = owed_by(group, store=store)
     hearing.steps.advance()
     spoil(shown)
     assert all_of(hearing, group, 0, **shown)
 
 
-def test_with_its_own_reference_it_finds_what_the_exact_comparison_finds(group, store, shown):
+def test_fallback_finds_the_same_as_the_exact_comparison(group, store, shown):
     _master(shown)
     hearing, exact = owed_by(group, store=store), owed_by(group)
     hearing.steps.advance()
@@ -169,7 +169,7 @@ def test_with_its_own_reference_it_finds_what_the_exact_comparison_finds(group, 
     assert one == other
 
 
-def test_it_falls_back_to_the_step_that_it_was_at(group, store):
+def test_fallback_continues_at_the_current_step(group, store):
     hearing, exact = owed_by(group, store=store).steps, owed_by(group).steps
     hearing.advance()
     hearing.fall_back()
@@ -182,7 +182,7 @@ def test_it_falls_back_to_the_step_that_it_was_at(group, store):
         assert torch.equal(hearing.steps[1].masters[name], master)
 
 
-def test_where_a_step_is_not_told_it_takes_all_steps_itself(group, store):
+def test_missing_step_is_computed_locally(group, store):
     del store["owed 1"]
     hearing = owed_by(group, store=store).steps
     for step in range(2):
@@ -191,7 +191,7 @@ def test_where_a_step_is_not_told_it_takes_all_steps_itself(group, store):
     assert hearing.steps[1].masters
 
 
-def test_what_was_noted_by_digests_is_taken_back(group):
+def test_counts_by_digests_are_restored(group):
     noted = group.noted()
     group.comparer.elems += 5
     group.unobserved.add("norm")
@@ -200,7 +200,7 @@ def test_what_was_noted_by_digests_is_taken_back(group):
     assert group.noted() == noted
 
 
-def test_a_teller_tells_nothing_more_once_it_has_stopped(group):
+def test_stopped_source_shares_no_further_steps(group):
     store = {}
     telling = owed_by(group, store=store, rank=0).steps
     telling.stop_sharing(0)

@@ -1,4 +1,4 @@
-"""Cases judged by steps that another case's reference took."""
+"""Cases judged by steps of another case's reference."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SYSTEMS = [
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Count the steps that references take."""
+    """Record the steps that references take."""
     steps = []
     right = Reference.begin
 
@@ -56,7 +56,7 @@ def facts(result):
 
 @pytest.mark.parametrize("model", ["mlp", "moe", "bit-hash", "params"])
 def test_one_reference_judges_all_systems(pool, taken, model):
-    """As each of them would be judged alone."""
+    """With the same results as separate references."""
     shapes = ((5,), (3, 2)) if model in ("params", "bit-hash") else None
     first = replace(CASE, model=ModelSpec(name=model, hidden=4, shapes=shapes))
     alone = [facts(run_case(replace(first, system=each), pool=pool)) for each in SYSTEMS]
@@ -73,7 +73,7 @@ def test_one_reference_judges_all_systems(pool, taken, model):
         assert len(taken) == CASE.run.steps
 
 
-def test_groups_that_share_a_norm(pool, taken):
+def test_groups_that_share_a_norm_reuse_steps(pool, taken):
     first = replace(
         CASE,
         world=WorldSpec(size=4),
@@ -88,8 +88,8 @@ def test_groups_that_share_a_norm(pool, taken):
 
 @pytest.mark.parametrize("id", ["M01", "M13", "R01", "L02"])
 @pytest.mark.parametrize("system", SYSTEMS[1:], ids=lambda system: f"stage-{system.stage}")
-def test_findings_are_those_of_a_case_alone(pool, broken, id, system):
-    """Word for word: with a reference of its own, from the first step on."""
+def test_findings_equal_those_of_a_separate_case(pool, broken, id, system):
+    """Word for word: the case falls back to its own reference, from the first step on."""
     kept = Trajectories()
     assert run_case(CASE, pool=pool, trajectories=kept).verdict == "pass"
     broken(id)
@@ -98,7 +98,7 @@ def test_findings_are_those_of_a_case_alone(pool, broken, id, system):
     assert facts(member) == facts(alone)
 
 
-def test_a_broken_first_member_leaves_right_steps(pool, broken):
+def test_broken_first_member_keeps_right_steps(pool, broken):
     kept = Trajectories()
     alone = facts(run_case(CASE, pool=pool))
     right = CASE
@@ -109,7 +109,7 @@ def test_a_broken_first_member_leaves_right_steps(pool, broken):
 
 
 def _forgets(self, *args, **named):
-    """Step nothing."""
+    """Skip the update."""
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def _forgets(self, *args, **named):
     ],
     ids=str,
 )  # fmt: skip
-def test_what_computes_otherwise_has_steps_of_its_own(pool, taken, other):
+def test_case_with_other_arithmetic_takes_its_own_steps(pool, taken, other):
     first, kept = replace(CASE, run=replace(CASE.run, micro_batches=2)), Trajectories()
     if "run" in other:
         other = {"run": replace(other["run"], micro_batches=2)}
@@ -150,23 +150,23 @@ def test_what_computes_otherwise_has_steps_of_its_own(pool, taken, other):
     ],
     ids=str,
 )
-def test_what_depends_on_more_is_judged_as_ever(pool, monkeypatch, other):
-    """A checkpoint goes on with its reference; sums in a ring depend on the layout."""
+def test_case_that_depends_on_more_uses_no_trajectory(pool, monkeypatch, other):
+    """A checkpoint continues with its reference; sums in a ring depend on the layout."""
     monkeypatch.setattr(Trajectory, "find", None)
     assert (
         run_case(replace(CASE, **other), pool=pool, trajectories=Trajectories()).verdict == "pass"
     )
 
 
-def test_few_are_kept(pool):
+def test_number_of_kept_trajectories_is_limited(pool):
     kept = Trajectories()
     all_of = [kept.of(number) for number in range(20)]
     assert kept.of(19) is all_of[19]
     assert kept.of(0) is not all_of[0]
 
 
-def test_who_agrees_with_the_others_builds_no_reference(pool, monkeypatch):
-    """And who does not builds one, as the first one did."""
+def test_member_that_agrees_builds_no_reference(pool, monkeypatch):
+    """A member that differs builds one, as the first member did."""
     built = []
     right = Reference.__init__
 

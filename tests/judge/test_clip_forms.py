@@ -1,4 +1,4 @@
-"""Every known form of clipping is right where it is declared, and named where another one is."""
+"""Known forms of clipping pass if declared, and are named in the finding otherwise."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def fp32(number):
     return torch.tensor(number, dtype=torch.float32)
 
 
-# What stands in code that clips so, from the 0-D fp32 norm, the fp64 root and the bound.
+# Code of each form, from the 0-D fp32 norm, the fp64 root and the bound.
 ENGINES = {
     "fp32-division": lambda norm, root, c: (fp32(c) / (norm + 1e-6)).clamp(max=1),
     "fp32-reciprocal": lambda norm, root, c: torch.clamp(c / (norm + 1e-6), max=1.0),
@@ -99,7 +99,7 @@ class Target:
         return Engine(module, scenario, group, self.form)
 
 
-# A seed with which every form but the default gives other bits than the default within six steps.
+# With this seed, every form but the default gives other bits than the default within six steps.
 CASE = Scenario(
     schema=1,
     name="clipped",
@@ -116,13 +116,13 @@ def test_every_form_has_an_engine():
 
 
 @pytest.mark.parametrize("form", CLIP_FORMS)
-def test_a_form_that_is_declared_is_right(pool, form):
+def test_declared_form_passes(pool, form):
     result = run_case(CASE, pool=pool, target=Target(form, declared=form))
     assert (result.verdict, result.findings, result.error) == ("pass", (), "")
 
 
 @pytest.mark.parametrize("form", OTHERS)
-def test_a_form_that_is_not_declared_is_a_finding_that_names_it(pool, form):
+def test_undeclared_form_is_named_in_the_finding(pool, form):
     result = run_case(CASE, pool=pool, target=Target(form))
     assert result.verdict == "fail"
     said, advice = result.findings[0].detail.splitlines()[-2:]
@@ -131,20 +131,20 @@ def test_a_form_that_is_not_declared_is_a_finding_that_names_it(pool, form):
     assert advice.startswith("If ")
 
 
-def test_the_default_is_named_where_another_form_is_declared(pool):
+def test_default_form_is_named_if_another_is_declared(pool):
     result = run_case(CASE, pool=pool, target=Target("fp32-division", declared="fp32-quotient"))
     said, advice = result.findings[0].detail.splitlines()[-2:]
     assert "these are the bits of clip = 'fp32-division'" in said
     assert advice == "If one of these is intended, declare Numerics(clip='fp32-division')"
 
 
-def test_a_rule_that_no_form_is_says_so(pool):
+def test_unknown_form_matches_no_rule(pool):
     result = run_case(CASE, pool=pool, target=Target("of no library"))
     said = "\n".join(result.findings[0].detail.splitlines()[-2:])
     assert "other known rules gives all the bits that the system has" in said
 
 
-def test_a_wrong_gradient_says_nothing_of_clipping(pool):
+def test_wrong_gradient_does_not_mention_clipping(pool):
     class Undivided(Engine):
         def backward(self, loss, *, last_micro, rows):
             (loss * 2).backward()
@@ -162,8 +162,8 @@ def test_a_wrong_gradient_says_nothing_of_clipping(pool):
 
 @pytest.mark.parametrize("model", ["mlp", "fp8", "moe"])
 @pytest.mark.parametrize("bucket_elems", [None, 40])
-def test_parts_and_other_dtypes_are_looked_at_too(pool, monkeypatch, model, bucket_elems):
-    """Of the project's own system, params of which may land under the next forward."""
+def test_forms_are_recognized_in_parts_and_other_dtypes(pool, monkeypatch, model, bucket_elems):
+    """In zero_sim's own system, whose params may arrive during the next forward."""
     monkeypatch.setattr(optimizer, "clip_by_norm_", clip_by_quotient_)
     case = replace(
         CASE,
@@ -180,7 +180,7 @@ def clip_by_quotient_(grads, *, norm, max_norm):
         grad.div_(QUOTIENTS["fp32-quotient"](norm, None, max_norm))
 
 
-def test_judges_of_one_rank_each_name_what_fits_all():
+def test_rules_of_several_judges_are_intersected():
     one = RulesTried(assumed="clip = 'a'", tried=3, fitting=("clip = 'b'", "clip = 'c'"))
     two = replace(one, fitting=("clip = 'c'", "clip = 'd'"))
     assert rules_together([one, two]).fitting == ("clip = 'c'",)
@@ -191,7 +191,7 @@ def test_judges_of_one_rank_each_name_what_fits_all():
 
 
 class OfRows(Engine):
-    """Each rank takes the norms of its rows; what has no rows is the first rank's."""
+    """Norms of rows per rank; tensors without rows belong to the first rank."""
 
     def step(self, *, lr_factor):
         group, size = self.group, self.group.size()
@@ -213,7 +213,7 @@ class OfRows(Engine):
 
 
 @pytest.mark.parametrize("shapes", [((), (3, 2), ()), ((0,), (5,), (2, 0), (1,))])
-def test_a_norm_of_rows_of_params_without_rows(pool, shapes):
+def test_norm_of_rows_accepts_params_without_rows(pool, shapes):
     target = Target("fp32-reciprocal")
     target.numerics = Numerics(norm="of-rows", clip="fp32-reciprocal")
     target.build = lambda module, *, scenario, group: OfRows(module, scenario, group, None)
@@ -222,8 +222,8 @@ def test_a_norm_of_rows_of_params_without_rows(pool, shapes):
     assert (result.verdict, result.findings, result.error) == ("pass", (), "")
 
 
-def test_where_many_rules_fit_a_fault_is_said_to_be_as_likely():
-    """One step of Adam hardly sees a gradient, so that a wrong one fits many rules."""
+def test_many_fitting_rules_warn_of_a_fault():
+    """One step of Adam hides most of a gradient, so a wrong gradient fits many rules."""
     fitting = ("divide = 'none'", "divide = 'pre'", "reduce_dtype = 'fp16'")
     many, few = (
         RulesTried(assumed="divide = 'post'", tried=9, fitting=fitting[:count]).in_words()

@@ -1,4 +1,4 @@
-"""The seam between a judge and what is owed: one face, whether the order is known or not."""
+"""Seam between the judge and its reference, for known and unknown order."""
 
 from __future__ import annotations
 
@@ -42,29 +42,29 @@ def steps_of(case):
 
 
 @pytest.mark.parametrize(("case", "kind"), [(CASE, Reference), (UNKNOWN, BoundedReference)])
-def test_the_reference_fits_what_is_known(case, kind):
+def test_reference_matches_the_known_order(case, kind):
     assert type(reference_of(case)) is kind
 
 
-def test_a_reference_goes_on_in_another_world():
+def test_reference_continues_in_another_world():
     before = reference_of(CASE)
     assert reference_of(replace(CASE, world=WorldSpec(size=2)), before=before) is before
 
 
-def test_without_an_order_nothing_goes_on():
+def test_unknown_order_cannot_continue():
     with pytest.raises(UsageError, match=r"world\.order_known = false"):
         reference_of(UNKNOWN, before=reference_of(UNKNOWN))
 
 
 @pytest.mark.parametrize("case", [CASE, UNKNOWN], ids=["known", "unknown"])
-def test_a_step_is_kept_until_it_is_forgotten(case):
+def test_step_is_kept_until_forgotten(case):
     source = steps_of(case)
     assert source.steps == {0: source.get(0)}
     source.forget(0)
     assert not source.steps
 
 
-def test_a_step_that_some_rank_has_yet_to_see_outlives_the_next():
+def test_step_survives_the_next_one():
     source = steps_of(CASE)
     before = {name: master.clone() for name, master in source.get(0).masters.items()}
     source.get(1)
@@ -72,5 +72,5 @@ def test_a_step_that_some_rank_has_yet_to_see_outlives_the_next():
 
 
 @pytest.mark.parametrize(("case", "unseen"), [(CASE, True), (UNKNOWN, False)])
-def test_only_a_known_order_needs_nothing_shown(case, unseen):
+def test_only_a_known_order_needs_no_observed_values(case, unseen):
     assert steps_of(case).steps_unseen is unseen

@@ -1,4 +1,4 @@
-"""Each rule that can be declared: right where it is, and wrong where another one is."""
+"""Each declarable rule passes if it is declared, and fails if another one is."""
 
 import dataclasses
 from dataclasses import replace
@@ -48,7 +48,7 @@ NARROW_BLOCKS = replace(BLOCKS, model=NARROW.model)
 
 
 def norm_of_own(engine, wide):
-    """As fairscale's OSS: of this rank's norms."""
+    """Norm of this rank's norms, as in fairscale's OSS."""
     own = [torch.linalg.vector_norm(wide[name]) for name in engine.owned()]
     squares = torch.linalg.vector_norm(torch.stack(own)) ** 2 if own else fp32(0.0)
     dist.all_reduce(squares, group=engine.group)
@@ -56,7 +56,7 @@ def norm_of_own(engine, wide):
 
 
 def norm_of_shard(engine, wide):
-    """Of a whole shard in fp32."""
+    """Norm of the unsharded shard in fp32."""
     own = torch.cat([wide[name].reshape(-1) for name in engine.owned()])
     squares = torch.linalg.vector_norm(own).square()
     dist.all_reduce(squares, group=engine.group)
@@ -64,7 +64,7 @@ def norm_of_shard(engine, wide):
 
 
 def norm_of_nobody(engine, wide):
-    """By a rule of its own."""
+    """Norm by a rule of its own."""
     return fp32(sum(float(grad.abs().sum()) for grad in wide.values()))
 
 
@@ -81,11 +81,11 @@ def half_of_cp(at):
 
 
 def by_own_rows(at):
-    """1 / rows, which no name stands for."""
+    """1 / rows, which has no named rule."""
     return 1 / at.rows
 
 
-# By name: the case, what the system does, what it declares, and what it can be asked besides.
+# Name: (case, deviation of the system, declaration, further capabilities).
 RULES = {
     "losses over micro-batches": (
         CASE,
@@ -262,18 +262,18 @@ NOT_KNOWN = {
     "a clip of its own", "losses by a function", "each loss by a function",
     "over copies in fp32, every micro-batch",
 }  # fmt: skip
-"""What no rule of a known name is: the finding says nothing of rules."""
+"""Rules without a name: the finding proposes no declaration."""
 SAID = {
     "avg": ["divide='post-rounded'"],
-    # By three ranks both round alike.
+    # With three ranks, both round alike.
     "premul by an fp32 scalar": ["divide='pre' or 'premul-fp32'"],
-    # What is divided each round is rounded to its dtype anyway.
+    # The division of each round rounds to the sum's dtype anyway.
     "every micro-batch divided": ["sync='every'", "divide_each='round'"],
 }
 
 
 def said_by(declared):
-    """The fields of a declaration that are not as by default, as one declares them."""
+    """Non-default fields of a declaration, as written in code."""
     plain = Numerics()
     fields = [field.name for field in dataclasses.fields(plain)]
     return [
@@ -298,14 +298,14 @@ def staged(case, able):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_system_that_follows_a_rule_is_right_with_it_and_wrong_without(pool, rule):
+def test_rule_passes_if_declared_and_fails_otherwise(pool, rule):
     case, does, declared, able = RULES[rule]
     case = staged(case, able)
     right = run_case(case, pool=pool, target=Target(does, declared, **able))
     assert right.verdict == "pass", right.findings or right
-    # Without a point that is declared, one that fits would be taken.
+    # If `grads_told` is not declared, the judge would infer it.
     plain = Numerics(grads_told="before-division")
-    # Two roundings of one norm may agree, and which do depends on the machine.
+    # Two roundings of one norm may agree, depending on the machine, so try several seeds.
     for seed in range(8):
         case = replace(case, run=replace(case.run, seed=seed))
         wrong = run_case(case, pool=pool, target=Target(does, plain, **able))
@@ -319,7 +319,7 @@ def test_a_system_that_follows_a_rule_is_right_with_it_and_wrong_without(pool, r
         assert all(each in named for each in SAID.get(rule, said_by(declared))), named
 
 
-def test_a_step_that_is_skipped_needs_no_loss_scale(pool):
+def test_skipped_step_needs_no_loss_scale(pool):
     skips, declared = {"skips": True}, Numerics(nonfinite="skipped")
     result = run_case(OVERFLOW, pool=pool, target=Target(skips, declared))
     assert result.verdict == "pass", result.findings or result
@@ -328,8 +328,8 @@ def test_a_step_that_is_skipped_needs_no_loss_scale(pool):
 
 
 @pytest.mark.parametrize("declared", ["tokens", "micro-batches"])
-def test_losses_over_the_rows_of_each_micro_batch_are_no_other_mean(pool, declared):
-    """Micro-batches with few rows weigh as much as those with many."""
+def test_losses_divided_by_micro_batch_rows_are_a_wrong_mean(pool, declared):
+    """Micro-batches with few rows would weigh as much as those with many."""
     target = Target({"scale": lambda engine, rows: 1 / rows / 3}, Numerics(scale_loss=declared))
     wrong = run_case(UNEVEN, pool=pool, target=target)
     assert wrong.findings[0].check == "equality.grad"
@@ -343,7 +343,7 @@ RAISES = Numerics(nonfinite="raises")
 
 
 @pytest.mark.parametrize("case", [OVERFLOW, CASE, replace(CLIPPED, data=OVERFLOW.data)])
-def test_a_step_that_is_not_finite_may_have_to_raise(pool, case):
+def test_declared_raise_on_a_nonfinite_step_passes(pool, case):
     does = {"raises": raises_if_nonfinite, "tells no norm": True}
     result = run_case(case, pool=pool, target=Target(does, RAISES))
     assert (result.verdict, result.findings) == ("pass", ())
@@ -363,14 +363,14 @@ def test_a_step_that_is_not_finite_may_have_to_raise(pool, case):
         (CASE, lambda rank, *, finite: rank == 2, 2, "expected step() to return, because every"),
     ],
 )
-def test_a_rank_that_raises_wrongly_or_returns_is_named(pool, case, raises, rank, said):
+def test_rank_that_raises_or_returns_wrongly_is_named(pool, case, raises, rank, said):
     found = run_case(case, pool=pool, target=Target({"raises": raises}, RAISES)).findings[0]
     assert (found.check, found.rank) == ("equality.skipped", rank)
     assert found.message.startswith(said)
 
 
-def test_a_rank_that_raises_alone_before_a_collective_is_no_pass(pool):
-    """The others wait in it for a call that comes from the next step, or never."""
+def test_rank_that_raises_alone_before_a_collective_fails(pool):
+    """The other ranks wait in it for a call of the next step."""
 
     class Early(Engine):
         def step(self, *, lr_factor):
@@ -391,7 +391,7 @@ def test_a_rank_that_raises_alone_before_a_collective_is_no_pass(pool):
     assert result.findings[0].check.startswith("world.")
 
 
-def test_errors_of_other_kinds_are_failures(pool):
+def test_error_of_another_kind_fails(pool):
     def broken(rank, *, finite):
         raise KeyError("a bug")
 
@@ -400,7 +400,7 @@ def test_errors_of_other_kinds_are_failures(pool):
     assert "KeyError" in result.findings[0].message
 
 
-def test_a_factor_that_is_no_number_is_refused(pool):
+def test_factor_that_is_not_a_number_is_refused(pool):
     declared = Numerics(scale_loss=lambda at: None)
     result = run_case(CASE, pool=pool, target=Target({}, declared))
     assert result.verdict == "error"
@@ -426,7 +426,7 @@ def test_masters_are_compared_without_gradients(pool):
         ({"sync": "every"}, "sync='every'"),
     ],
 )
-def test_rules_for_gradients_explain_updates_where_these_are_not_told(pool, does, said):
+def test_gradient_rules_explain_updates_without_gradients(pool, does, said):
     silent = {**does, "told": "not", "tells no norm": True}
     result = run_case(NARROW, pool=pool, target=Target(silent))
     assert result.findings[0].check in ("equality.master", "equality.state")
@@ -438,13 +438,13 @@ def test_two_rules_at_once_are_named(pool):
     assert "declare Numerics(divide='premul', divide_by='micro-batches')" in hint_of(result)
 
 
-def test_a_gradient_that_no_rule_gives_is_told_nothing_of(pool):
+def test_gradient_without_a_fitting_rule_has_no_proposal(pool):
     result = run_case(CASE, pool=pool, target=Target({"divide": "pre", "by": 7.5}))
     assert result.findings[0].check == "equality.grad"
     assert "known rule" not in hint_of(result)
 
 
-def test_a_gradient_that_alone_is_not_told_is_missing(pool, monkeypatch):
+def test_single_unreported_gradient_is_missing(pool, monkeypatch):
     told = Target()
     build = told.build
 
@@ -481,8 +481,8 @@ def test_numerics_may_be_a_function_of_the_case(pool):
 
 
 @pytest.mark.parametrize("order", ["ring", "random-tree"])
-def test_a_wrong_norm_is_explained_in_orders_that_depend_on_places(pool, order):
-    """Of a system that tells them: norms of shards are then none that could be computed."""
+def test_wrong_norm_is_explained_in_position_dependent_orders(pool, order):
+    """Positions are reported here; norms of shards could then not be computed."""
 
     class Declared:
         name, capabilities = "zero_sim", None
@@ -501,7 +501,7 @@ def test_a_wrong_norm_is_explained_in_orders_that_depend_on_places(pool, order):
     assert any("declare Numerics(norm='of-elements')" in hint for hint in hints)
 
 
-def test_norms_of_what_ranks_own_need_an_order_without_places():
+def test_norms_of_shards_need_an_order_without_positions():
     case = replace(CASE, world=WorldSpec(size=3, order="ring"))
     problems = list(Numerics(norm="of-shards").problems(case))
     assert [problem.path for problem in problems] == ["world.order"]

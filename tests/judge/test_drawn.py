@@ -50,7 +50,7 @@ class _Sharded(FlatShardEngine):
 
 
 class ByShard:
-    """ZeRO-1 whose ranks draw shards, from seeds of their own or from one seed."""
+    """ZeRO-1 whose ranks draw shards, with a seed per rank or one seed."""
 
     name = "by-shard"
     draws_weights = True
@@ -102,32 +102,32 @@ def found_with(target, case):
 
 @pytest.mark.parametrize("target", [ByShard(), ByModule()])
 def test_right_draws_pass_in_all_cases(target):
-    # Those without tied params, which `to_empty` parts.
+    # Without tied params, which `to_empty` unties.
     fitting = drawn_cases(target, ranks_max=4, models_from=("mlp", "params", "positional"))
     cases = list(islice(draws(fitting, seed="2"), 15))
     assert {run_case(case, target=target).verdict for case in cases} == {"pass"}
 
 
 @pytest.mark.parametrize("case", [CASE, UNKNOWN])
-def test_shards_that_ranks_draw_alike_are_found(case):
+def test_equal_draws_of_shards_are_found(case):
     assert found_with(ByShard(), case) == []
     (check, message), *_ = found_with(ByShard(one_seed=True), case)
     assert check == "invariant.start"
     assert "begins with the values of" in message
 
 
-def test_replicas_that_ranks_draw_apart_are_found():
+def test_different_draws_of_replicas_are_found():
     (check, message), *_ = found_with(ByModule(seeded=False), WHOLE)
     assert (check, "other values than rank 0" in message) == ("invariant.start", True)
 
 
-def test_modules_that_are_drawn_alike_are_found():
+def test_equal_draws_of_params_are_found():
     (check, message), *_ = found_with(ByModule(anew=True), WHOLE)
     assert check == "invariant.start"
     assert message.startswith("param 'p1'[0:12] begins with the values of param 'p0'[0:12]")
 
 
-def test_the_reference_would_begin_elsewhere_without_the_declaration():
+def test_undeclared_draws_are_another_finding():
     class Silent(ByModule):
         draws_weights = False
 
@@ -145,16 +145,16 @@ def test_the_reference_would_begin_elsewhere_without_the_declaration():
         {"a": torch.tensor([0.3, 0.7]).bfloat16(), "b": torch.tensor([0.3, 0.7]).bfloat16()},
     ],
 )
-def test_values_that_no_generator_gave_and_few_ones_are_not_compared(values):
+def test_constants_and_few_values_are_not_compared(values):
     assert list(check_drawn(values, {}, step=0)) == []
 
 
-def test_a_part_that_several_ranks_keep_is_one_draw():
+def test_part_on_several_ranks_is_one_draw():
     values, place = {"a": torch.tensor([0.3, 0.7, 0.5])}, Place(param="a", start=0, stop=3)
     assert list(check_drawn(values, {0: [place], 1: [place]}, step=0)) == []
 
 
-def test_draws_travel_between_processes():
+def test_draws_survive_the_wire_between_processes():
     drawn = {"a": torch.tensor([[0.3, -0.7]]).bfloat16(), "b": torch.empty(0, 2)}
     facts = Facts(places=(), addresses={}, shapes={"a": (1, 2), "b": (0, 2)}, drawn=drawn)
     again = Facts.from_dict(facts.as_dict()).drawn
@@ -169,13 +169,13 @@ def test_draws_travel_between_processes():
         (ModelSpec(name="mlp", distinct_start=True), "model.distinct_start"),
     ],
 )
-def test_cases_with_start_values_of_their_own_are_refused(model, path):
+def test_cases_with_prescribed_start_values_are_refused(model, path):
     target = ByModule()
     target.capabilities = Capabilities(stages=(0,), follows=("model.distinct_start",))
     assert [problem.path for problem in refusals(target, replace(WHOLE, model=model))] == [path]
 
 
-def test_a_declaration_that_is_no_bool_is_refused():
+def test_declaration_that_is_not_a_bool_is_refused():
     target = ByModule()
     target.draws_weights = "yes"
     with pytest.raises(ProtocolError, match="True or False, got 'yes'"):

@@ -1,4 +1,4 @@
-"""What a result keeps of a failure besides words: the tensors that differed, and the event logs."""
+"""Evidence of a failure in the result: differing tensors and event logs."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def broken(monkeypatch):
 
 
 @pytest.mark.usefixtures("broken")
-def test_evidence_is_of_the_step_that_was_judged_not_of_later_ones(judged):
+def test_evidence_is_from_the_judged_step(judged):
     result = judged(model=ModelSpec(name="mlp", hidden=5), run=RunSpec(steps=4))
     kept = [finding for finding in result.findings if finding.evidence is not None]
     assert {"equality.master", "equality.state", "equality.params"} <= {f.check for f in kept}
@@ -35,7 +35,7 @@ def test_evidence_is_of_the_step_that_was_judged_not_of_later_ones(judged):
 
 
 @pytest.mark.parametrize("first", [0, 100, 5000, 9999])
-def test_evidence_is_a_part_around_the_first_difference(first):
+def test_evidence_is_cut_around_the_first_difference(first):
     expected, got = torch.zeros(100, 100), torch.zeros(100, 100)
     got.view(-1)[first] = 1.0
     evidence = findings.differing(Finding(check="x", message="y"), expected, got).evidence
@@ -43,7 +43,7 @@ def test_evidence_is_a_part_around_the_first_difference(first):
     assert evidence.got[first - evidence.start] == 1.0
 
 
-def test_evidence_of_another_size():
+def test_evidence_may_have_different_sizes():
     finding = findings.differing(
         Finding(check="x", message="y"), torch.zeros(3), torch.zeros(4, dtype=torch.bfloat16)
     )
@@ -51,7 +51,7 @@ def test_evidence_of_another_size():
 
 
 @pytest.mark.usefixtures("broken")
-def test_a_failed_case_keeps_its_logs(judged):
+def test_failed_case_keeps_its_logs(judged):
     result = judged()
     (log,) = result.logs
     assert (len(log.collectives), log.digest()) == (result.collectives, result.log_digest)
@@ -59,11 +59,11 @@ def test_a_failed_case_keeps_its_logs(judged):
     assert all("evidence" not in finding for finding in result.as_dict()["findings"])
 
 
-def test_one_that_passed_does_not(judged):
+def test_passed_case_keeps_no_logs(judged):
     assert judged().logs == ()
 
 
-def test_the_turns_of_another_run_can_be_repeated(judged):
+def test_turns_of_another_run_can_be_repeated(judged):
     world = WorldSpec(size=3, schedule="random")
     first = judged(world=world, keep_logs=True)
     turns = [log.turns for log in first.logs]

@@ -14,13 +14,13 @@ CASE = {
 
 
 def exchange(engine, right):
-    """Report the gradient of each param as that of the other; masters and state stay."""
+    """Report each param's gradient as the other's; masters and state are unchanged."""
     parts = list(right())
     grads = [part.grad for part in reversed(parts)]
     return [replace(part, grad=grad) for part, grad in zip(parts, grads, strict=True)]
 
 
-def test_the_param_whose_gradient_it_is_is_named(judged):
+def test_true_param_of_the_gradient_is_named(judged):
     found = first_finding(judged(WrongAnswers(parts=exchange), **CASE), "equality.grad")
     other = {"0": "1", "1": "0"}[found.param[-1]]
     assert f"the expected value of param '{found.param[:-1]}{other}'" in str(found.as_dict())

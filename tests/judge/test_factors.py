@@ -1,4 +1,4 @@
-"""A gradient that is off by the number of ranks or micro-batches: the finding names the cause."""
+"""Gradients off by the number of ranks or micro-batches: the finding names the cause."""
 
 from dataclasses import replace
 
@@ -74,33 +74,33 @@ def test_numbers_of_the_case_are_causes(number, is_multiple, is_mean, divisor, c
     assert causes.explain(ratio).startswith(cause)
 
 
-def test_other_numbers_are_none():
+def test_other_numbers_are_not_causes():
     causes = FactorCauses.of(LOSSES, divisor=3)
     assert causes.explain(Ratio(number=5, is_multiple=True, is_rounded=False)) == ""
 
 
-def test_a_sum_that_was_not_divided_is_said_first():
+def test_missing_division_is_the_message():
     finding = found(Newcomer(optimizer=sgd_of_spec, reduce=never_divided, shows_grads=True))
     assert finding.message == (
         "the reduced gradient is 3 x the mean, up to rounding: the sum over 3 ranks was not divided"
     )
 
 
-def test_what_to_declare_comes_last_and_only_if_it_is_intended():
+def test_declaration_is_proposed_last_and_conditionally():
     detail = found(Newcomer(optimizer=sgd_of_spec, reduce=never_divided, shows_grads=True)).detail
     lead = "\nIf this is intended, declare one of: Numerics(grads_told='before-division'), "
     assert detail.count("declare") == 1
     assert detail.endswith(f"{lead}Numerics(divide='none')")
 
 
-def test_params_alone_name_it_where_they_show_it():
-    """Of SGD, which moves a param as far as its gradient is long."""
+def test_sgd_params_alone_show_the_factor():
+    """SGD moves a param in proportion to its gradient."""
     finding = found(Newcomer(optimizer=sgd_of_spec, reduce=never_divided))
     assert finding.check == "equality.params"
     assert "the gradient behind it is 3 x the mean: the sum over 3 ranks" in finding.message
 
 
-def test_params_of_an_optimizer_that_hides_factors_name_it_by_their_bits():
+def test_adam_params_show_the_factor_by_their_bits():
     finding = found(Newcomer(reduce=never_divided), ADAMW)
     assert finding.check == "equality.params"
     assert finding.message == (
@@ -109,17 +109,17 @@ def test_params_of_an_optimizer_that_hides_factors_name_it_by_their_bits():
     )
 
 
-def test_params_that_no_rule_fits_have_no_cause():
+def test_params_without_a_fitting_rule_have_no_cause():
     finding = found(Newcomer(reduce=times(7)), ADAMW)
     assert finding.message == "the working param differs"
 
 
-def test_a_factor_of_no_number_of_the_case_has_no_cause():
+def test_factor_of_another_number_has_no_cause():
     finding = found(Newcomer(optimizer=sgd_of_spec, reduce=times(8), shows_grads=True))
     assert finding.message.endswith("every element is 8 x the expected one")
 
 
-def test_a_norm_has_the_cause_too():
+def test_norm_has_a_cause():
     def norm(grads, group):
         return 3 * sum(grad.double().square().sum() for grad in grads.values()).sqrt().float()
 
@@ -135,7 +135,7 @@ def test_a_norm_has_the_cause_too():
         ({"by": 1.0, "told": "after-division"}, "3 x the mean: the sum over 3 ranks"),
     ],
 )
-def test_orders_that_are_not_known_name_it_too(does, cause):
+def test_gradients_in_unknown_order_have_a_cause(does, cause):
     case = replace(
         CASE,
         model=ModelSpec(name="mlp", hidden=3, blocks=1),
@@ -147,7 +147,7 @@ def test_orders_that_are_not_known_name_it_too(does, cause):
     assert finding.message.startswith(f"the reduced gradient is {cause}")
 
 
-def test_a_bound_that_several_factors_fit_has_no_cause():
+def test_bound_that_several_factors_fit_has_no_cause():
     wide = known_sum(torch.zeros(2), [torch.zeros(2)])
     wide = replace(wide, low=wide.low - 8, high=wide.high + 8)
     causes = FactorCauses.of(LOSSES, divisor=3)

@@ -1,4 +1,4 @@
-"""A loss that differs because the forward read other params than there are: the finding says so."""
+"""Loss that differs because the forward read stale params."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ORDERS = pytest.mark.parametrize("known", [True, False], ids=["known order", "un
 
 
 class ForgetsToCopy(OwnerEngine):
-    """Reports what it gathered, which rank 1 once does not copy to where its forward reads."""
+    """Engine that reports gathered params, but once does not copy them to rank 1's module."""
 
     def step(self, *, lr_factor):
         before = {name: param.detach().clone() for name, param in self.named.items()}
@@ -30,7 +30,7 @@ class ForgetsToCopy(OwnerEngine):
 
 
 class ReadsNothingAnew(OwnerEngine):
-    """Gathers in place of the module's own forward, so that hooks see stale params there."""
+    """Gathers inside a replaced module forward, so that hooks see stale params."""
 
     def __init__(self, module, group, **wrong):
         super().__init__(module, group, **wrong)
@@ -59,7 +59,7 @@ class ReadsNothingAnew(OwnerEngine):
 
 
 @ORDERS
-def test_a_stale_param_is_named_before_the_loss(judged, known):
+def test_stale_param_is_named_before_the_loss(judged, known):
     world = replace(KNOWN, order="tree", order_known=known)
     result = judge(judged, target(ForgetsToCopy), world=world)
     first, second = result.findings[:2]
@@ -70,14 +70,14 @@ def test_a_stale_param_is_named_before_the_loss(judged, known):
     assert (second.check, second.step, second.rank) == ("equality.loss", 2, 1)
 
 
-def test_a_param_that_is_gathered_behind_the_hooks_is_not_blamed(judged):
+def test_param_gathered_after_the_hooks_is_not_blamed(judged):
     result = judge(judged, target(ReadsNothingAnew), world=KNOWN)
     assert (result.findings[0].check, result.findings[0].step) == ("equality.loss", 1)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_gather_in_a_forward_that_is_wrong_once_is_named(judged, size):
-    # The first gather is of the harness, which looks at what there is before the first step.
+def test_corrupt_gather_in_forward_is_named(judged, size):
+    # The harness issues the first gather, to observe params before the first step.
     fault = FaultSpec(
         kind="corrupt", rank=1, collective="all_gather", call=1, side="receive", element=0, bit=13
     )
@@ -89,7 +89,7 @@ def test_a_gather_in_a_forward_that_is_wrong_once_is_named(judged, size):
     assert [found.check for found in result.findings[1:2]] == ["equality.loss"]
 
 
-def test_a_case_that_expects_the_loss_to_differ_is_run_once(judged, monkeypatch):
+def test_expected_loss_difference_is_run_once(judged, monkeypatch):
     runs = []
     right = Simulated.run
     monkeypatch.setattr(Simulated, "run", lambda *args: runs.append(1) or right(*args))

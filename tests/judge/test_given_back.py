@@ -1,4 +1,4 @@
-"""A module that an engine gave back after the last step: what of it is not as it was."""
+"""Changes to a module that an engine unwrapped after the last step."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def gradient_hook(module):
         ),
     ],
 )
-def test_a_hook_that_stays_is_named(spoil, words):
+def test_hook_that_remains_is_named(spoil, words):
     assert messages(spoil) == [(None, words)]
 
 
-def test_hooks_of_others_are_no_business_of_the_engine():
+def test_hooks_of_others_are_ignored():
     module = build()
     before = note_module(module)
     forward_hook(module)
@@ -73,7 +73,7 @@ def test_hooks_of_others_are_no_business_of_the_engine():
     assert [*check_given_back(module, before, held={}, not_its_own=own, step=0, rank=0)] == []
 
 
-def test_another_class_and_another_attribute_are_named():
+def test_other_class_and_new_attribute_are_named():
     def spoil(module):
         module[2] = nn.Bilinear(3, 3, 3)
         module[0].cache = ()
@@ -122,25 +122,25 @@ def shared(module):
         (other_dtype, "has a param of other shape or dtype: (3, 3), torch.float64"),
     ],
 )
-def test_a_param_that_is_not_as_it_was_is_named(spoil, words):
+def test_changed_param_is_named(spoil, words):
     assert ("1.weight", words) in messages(spoil)
 
 
-def test_two_params_in_one_memory_are_named():
+def test_two_params_in_one_storage_are_named():
     assert any("in a foreign storage" in words for _, words in messages(shared))
 
 
-def test_what_was_not_touched_is_right():
+def test_unchanged_module_has_no_findings():
     assert messages(lambda module: None) == []
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_hook_of_our_own_that_stays_is_found_at_every_stage(judged, broken, stage):
+def test_hook_left_by_our_own_system_is_found_at_every_stage(judged, broken, stage):
     broken("K01")
     result = judged(system=SystemSpec(stage=stage))
     assert {finding.check for finding in result.findings} == {"invariant.given-back"}
 
 
-def test_the_step_that_is_named_is_the_last(judged, broken):
+def test_finding_names_the_last_step(judged, broken):
     broken("K04")
     assert {finding.step for finding in judged().findings} == {1}

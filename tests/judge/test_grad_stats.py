@@ -1,4 +1,4 @@
-"""The norm and the zeros that ranks say are those of the gradients that they show."""
+"""Reported norms and zero counts must match the reported gradients."""
 
 import torch
 
@@ -9,7 +9,7 @@ GRADIENT = torch.tensor([3.0, 0.0, 4.0])
 
 
 def part_stats(*spans):
-    """One tally for each part of the gradient."""
+    """Yield the statistics of each part of the gradient."""
     for start, stop in spans:
         seen = measure(GRADIENT[start:stop])
         yield PartStats(
@@ -26,28 +26,28 @@ def reported(norm=5.0, zeros=1, terms=3):
     return [ReportedStats(step=2, rank=7, norm=norm, zeros=zeros, terms=terms)]
 
 
-def test_what_is_true_is_no_finding():
+def test_true_stats_are_no_finding():
     assert not list(check_measures(part_stats((0, 2), (2, 3)), reported()))
 
 
-def test_copies_of_a_part_count_once():
+def test_replicas_of_a_part_count_once():
     assert not list(check_measures(part_stats((0, 2), (0, 2), (2, 3)), reported()))
 
 
-def test_a_wrong_norm():
+def test_wrong_norm_is_a_finding():
     (finding,) = check_measures(part_stats((0, 2), (2, 3)), reported(norm=6.0))
     assert (finding.check, finding.step, finding.rank) == ("equality.norm", 2, 7)
     assert (finding.expected_value, finding.got_value) == ("5.0", "6.0")
 
 
-def test_wrong_zeros():
+def test_wrong_zeros_are_a_finding():
     (finding,) = check_measures(part_stats((0, 2), (2, 3)), reported(zeros=0))
     assert finding.check == "equality.zeros"
 
 
-def test_nothing_is_said_where_a_part_is_missing():
+def test_missing_part_prevents_a_finding():
     assert not list(check_measures(part_stats((0, 2)), reported(norm=6.0)))
 
 
-def test_nothing_is_said_of_what_is_not_told():
+def test_unreported_stats_are_no_finding():
     assert not list(check_measures(part_stats((0, 2), (2, 3)), reported(norm=None, zeros=None)))

@@ -1,4 +1,4 @@
-"""What is owed of a reduced gradient: certified elements come out of every order alike."""
+"""Guarantees of reduced gradients: certified elements are equal in every order."""
 
 from typing import get_args
 
@@ -27,10 +27,8 @@ SGD = OptimizerSpec(name="sgd", lr=0.0625)
 
 @pytest.mark.parametrize("order", get_args(OrderName))
 @pytest.mark.parametrize("model", EXACT, ids=lambda model: f"{model.name}-{model.dtype}")
-def test_an_exact_case_passes_whatever_order_the_oracle_believes_in(
-    judged, monkeypatch, model, order
-):
-    """The cluster adds in random trees while the oracle is told of another order."""
+def test_exact_case_passes_in_any_assumed_order(judged, monkeypatch, model, order):
+    """The cluster adds in random trees, while the oracle assumes another order."""
     monkeypatch.setitem(order_backends.ORDERS, order, order_backends.ORDERS["random-tree"])
     result = judged(
         model=model,
@@ -44,7 +42,7 @@ def test_an_exact_case_passes_whatever_order_the_oracle_believes_in(
     assert any("order-free" in note for note in result.notes)
 
 
-def test_an_ordinary_case_does_not(judged, monkeypatch):
+def test_ordinary_case_fails_in_another_order(judged, monkeypatch):
     monkeypatch.setitem(order_backends.ORDERS, "linear", order_backends.ORDERS["random-tree"])
     assert judged(world=WorldSpec(size=5)).verdict == "fail"
 
@@ -53,7 +51,7 @@ def test_an_ordinary_case_does_not(judged, monkeypatch):
     ("size", "redundancy", "row"),
     [(1, 1, "one-sum"), (2, 1, "one-sum"), (4, 2, "one-sum"), (3, 1, "modelled-order")],
 )
-def test_an_ordinary_case_owes_what_its_order_gives(judged, size, redundancy, row):
+def test_ordinary_case_is_compared_in_its_order(judged, size, redundancy, row):
     result = judged(world=WorldSpec(size=size), system=SystemSpec(redundancy=redundancy))
     params = 2 * (20 * 5 + 20 + 5 * 20 + 5)
     assert result.owed == {row: 2 * params}
@@ -61,8 +59,8 @@ def test_an_ordinary_case_owes_what_its_order_gives(judged, size, redundancy, ro
 
 
 @pytest.mark.parametrize("divide", ["pre", "premul"])
-def test_what_is_rounded_before_the_sum_is_not_order_free(judged, divide):
-    """A third of a whole number is none: the case says that it is not what it is there for."""
+def test_rounding_before_the_sum_is_not_order_free(judged, divide):
+    """A third of an integer is not an integer, so the case reports that it proves nothing."""
     result = judged(
         model=ModelSpec(name="ternary", dtype="bf16"),
         world=WorldSpec(size=3),
@@ -72,7 +70,7 @@ def test_what_is_rounded_before_the_sum_is_not_order_free(judged, divide):
     assert result.findings[0].check == "guard.not-order-free"
 
 
-def test_a_quarter_before_the_sum_is_order_free(judged):
+def test_quarter_before_the_sum_is_order_free(judged):
     result = judged(
         model=ModelSpec(name="ternary", dtype="bf16"),
         world=WorldSpec(size=4, order="random-tree"),
@@ -82,7 +80,7 @@ def test_a_quarter_before_the_sum_is_order_free(judged):
     assert result.owed.keys() == {"order-free"}
 
 
-def test_too_many_rows_for_the_budget_are_told(judged):
+def test_too_many_rows_are_inconclusive(judged):
     result = judged(
         model=ModelSpec(name="ternary", dtype="bf16"),
         world=WorldSpec(size=3),

@@ -1,4 +1,4 @@
-"""Guards hold for each cell and each segment: one that shows much does not speak for another."""
+"""Guards apply to each cell and each segment separately."""
 
 import pytest
 
@@ -23,7 +23,7 @@ PARAMS = ModelSpec(name="params", shapes=((5,), (7,)))
 
 @pytest.fixture
 def spoil(monkeypatch):
-    """Change the batches of those cells, or of those steps, that a function picks."""
+    """Change the batches of the cells or steps that `picks` selects."""
 
     def patch(picks, change):
         real = contexts.build_workload
@@ -65,7 +65,7 @@ def in_first_segment(scenario, step):
 @pytest.mark.parametrize(
     ("change", "check"), [(same, "guard.same-data"), (faint, "guard.zero-gradients")]
 )
-def test_one_cell_does_not_speak_for_another(judged, spoil, change, check):
+def test_each_cell_is_guarded(judged, spoil, change, check):
     spoil(in_second_cell, change)
     result = judged(model=PARAMS, **CELLS)
     assert result.verdict == "inconclusive"
@@ -76,7 +76,7 @@ def test_one_cell_does_not_speak_for_another(judged, spoil, change, check):
 @pytest.mark.parametrize(
     ("change", "check"), [(same, "guard.same-data"), (faint, "guard.zero-gradients")]
 )
-def test_one_segment_does_not_speak_for_another(judged, spoil, change, check):
+def test_each_segment_is_guarded(judged, spoil, change, check):
     spoil(in_first_segment, change)
     result = judged(model=PARAMS, **SEGMENTS)
     assert result.verdict == "inconclusive"
@@ -84,7 +84,7 @@ def test_one_segment_does_not_speak_for_another(judged, spoil, change, check):
     assert "from step 0 on ranks 0, 1, 2" in result.findings[0].message
 
 
-def test_a_segment_in_which_nothing_was_stepped(judged):
+def test_segment_without_a_step_is_inconclusive(judged):
     result = judged(
         data=DataSpec(nan=NanSpec(step=0, rank=1)),
         optimizer=OptimizerSpec(loss_scale=LossScaleSpec(initial=8.0)),
@@ -95,5 +95,5 @@ def test_a_segment_in_which_nothing_was_stepped(judged):
 
 
 @pytest.mark.parametrize("parts", [CELLS, SEGMENTS], ids=["cells", "segments"])
-def test_unspoilt_all_of_them_pass(judged, parts):
+def test_unchanged_cells_and_segments_pass(judged, parts):
     assert judged(model=PARAMS, **parts).verdict == "pass"

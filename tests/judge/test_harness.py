@@ -1,4 +1,4 @@
-"""What is ours fails as ours: no finding against the system, and none of its time."""
+"""Errors and time of the harness are not charged to the system."""
 
 import pytest
 import torch
@@ -29,29 +29,29 @@ def assert_ours(result, *words):
 
 
 class TestFailures:
-    """An exception is charged to whose code raised it."""
+    """An exception is charged to the code that raised it."""
 
-    def test_a_broken_reference_is_an_error(self, judged, monkeypatch):
+    def test_broken_reference_is_an_error(self, judged, monkeypatch):
         monkeypatch.setattr(Reference, "begin", raising(KeyError("lost")))
         assert_ours(judged(), "KeyError: 'lost'")
 
-    def test_a_broken_judge_is_an_error(self, judged, monkeypatch):
+    def test_broken_judge_is_an_error(self, judged, monkeypatch):
         monkeypatch.setattr(ExactComparison, "compare_part", raising(RuntimeError("confused")))
         assert_ours(judged(), "RuntimeError: confused")
 
     @pytest.mark.parametrize("name", ["note_facts", "before_backward", "observe", "observe_params"])
-    def test_wherever_the_judge_is_called(self, judged, monkeypatch, name):
+    def test_broken_judge_method_is_an_error(self, judged, monkeypatch, name):
         monkeypatch.setattr(Judge, name, raising(ValueError("confused")))
         assert_ours(judged(), "confused")
 
-    def test_a_usage_error_of_the_reference_is_no_failure_of_the_system(self, judged, monkeypatch):
+    def test_usage_error_of_the_reference_is_an_error(self, judged, monkeypatch):
         from zero_sim.errors import UsageError
 
         monkeypatch.setattr(Reference, "begin", raising(UsageError("spans do not tile")))
         assert_ours(judged(), "spans do not tile")
 
     @pytest.mark.parametrize("name", ["build", "batch"])
-    def test_a_broken_workload_is_an_error(self, judged, monkeypatch, name):
+    def test_broken_workload_is_an_error(self, judged, monkeypatch, name):
         real = contexts.build_workload
 
         class Broken:
@@ -64,7 +64,7 @@ class TestFailures:
 
         def fail(self, *args, **named):
             self._asked += 1
-            # The reference builds its own module first, outside of any rank.
+            # The reference builds its own module first, outside any rank.
             if name == "batch" or self._asked > 1:
                 raise RuntimeError("no data")
             return getattr(self._inner, name)(*args, **named)
@@ -73,7 +73,7 @@ class TestFailures:
         monkeypatch.setattr(contexts, "build_workload", Broken)
         assert_ours(judged(), "no data")
 
-    def test_after_a_reload_too(self, judged, monkeypatch):
+    def test_broken_reference_after_a_reload_is_an_error(self, judged, monkeypatch):
         right = Reference.continue_as
 
         def breaks(self, *args, **named):
@@ -83,20 +83,20 @@ class TestFailures:
         monkeypatch.setattr(Reference, "continue_as", breaks)
         assert_ours(judged(reload=ReloadSpec(step=1), run=RunSpec(steps=3)), "lost")
 
-    def test_what_the_machine_lacks_stays_that(self, judged, monkeypatch):
+    def test_environment_problem_is_raised(self, judged, monkeypatch):
         monkeypatch.setattr(Reference, "begin", raising(EnvironmentProblem("no memory")))
         with pytest.raises(EnvironmentProblem, match="no memory"):
             judged()
 
     @pytest.mark.parametrize("name", ["params", "parts", "stray_gradients", "stray_padding"])
-    def test_what_an_engine_raises_when_asked_is_its_own(self, judged, monkeypatch, name):
+    def test_error_of_an_engine_query_is_a_finding(self, judged, monkeypatch, name):
         monkeypatch.setattr(ZeroSimEngine, name, raising(RuntimeError("nothing to tell")))
         result = judged()
         assert result.verdict == "fail"
         assert [finding.check for finding in result.findings] == ["world.rank-failed"]
         assert "RuntimeError: nothing to tell" in result.findings[0].message
 
-    def test_what_was_found_before_stands(self, judged, monkeypatch):
+    def test_earlier_finding_stands(self, judged, monkeypatch):
         def confused(replicas, *, shapes, step):
             from zero_sim.findings.records import Finding
 
@@ -109,7 +109,7 @@ class TestFailures:
         assert [finding.check for finding in result.findings] == ["invariant.ownership"]
         assert any("judge itself failed" in note for note in result.notes)
 
-    def test_a_param_that_is_missing_is_the_systems(self, judged, monkeypatch):
+    def test_missing_param_is_a_finding(self, judged, monkeypatch):
         right = ZeroSimEngine.params
 
         def forgetful(self):
@@ -123,7 +123,7 @@ class TestFailures:
         assert result.verdict == "fail"
         assert "does not have this param" in result.findings[0].message
 
-    def test_the_next_case_runs_after_it(self, judged, monkeypatch):
+    def test_next_case_passes_after_an_error(self, judged, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(Reference, "step", raising(KeyError("lost")))
             judged()
@@ -131,7 +131,7 @@ class TestFailures:
 
 
 class TestTime:
-    """The stall limit is for the system."""
+    """The stall limit applies to the system only."""
 
     LIMIT = RunSpec(steps=1, stall_seconds=1.0)
 
@@ -144,7 +144,7 @@ class TestTime:
 
         return call
 
-    def test_a_slow_reference_is_no_stall(self, judged, monkeypatch, stall_clock):
+    def test_slow_reference_is_no_stall(self, judged, monkeypatch, stall_clock):
         right = Reference.step
 
         def slow(*args, **named):
@@ -154,22 +154,22 @@ class TestTime:
         monkeypatch.setattr(Reference, "step", slow)
         assert judged(run=self.LIMIT).verdict == "pass"
 
-    def test_a_slow_system_is_one(self, judged, monkeypatch, stall_clock):
+    def test_slow_system_stalls(self, judged, monkeypatch, stall_clock):
         monkeypatch.setattr(ZeroSimEngine, "step", self.endless(ZeroSimEngine.step, stall_clock))
         result = judged(run=self.LIMIT)
         assert [finding.check for finding in result.findings] == ["world.stalled"]
         assert "more than 1 s" in result.findings[0].message
 
-    def test_an_engine_that_is_slow_to_answer_is_one(self, judged, monkeypatch, stall_clock):
+    def test_slow_engine_query_stalls(self, judged, monkeypatch, stall_clock):
         monkeypatch.setattr(ZeroSimEngine, "parts", self.endless(ZeroSimEngine.parts, stall_clock))
         result = judged(run=self.LIMIT)
         assert [finding.check for finding in result.findings] == ["world.stalled"]
 
 
 class TestNotObserved:
-    """What a target does not tell is said, not passed over."""
+    """Values that a target does not report are listed in a note."""
 
-    def test_values_of_a_step(self, judged, monkeypatch):
+    def test_unreported_step_values_are_noted(self, judged, monkeypatch):
         from zero_sim.targets import StepResult
 
         right = ZeroSimEngine.step
@@ -186,7 +186,7 @@ class TestNotObserved:
             in result.notes
         )
 
-    def test_padding_of_params_and_masters(self, judged):
+    def test_unreported_padding_is_noted(self, judged):
         class Reticent:
             def __init__(self, engine):
                 self._engine = engine
@@ -207,5 +207,5 @@ class TestNotObserved:
         assert result.verdict == "pass"
         assert any("padding of params and masters" in note for note in result.notes)
 
-    def test_our_own_tells_all(self, judged):
+    def test_own_system_reports_everything(self, judged):
         assert not any("not observed" in note for note in judged().notes)

@@ -1,8 +1,8 @@
-"""Faults that an eager world cannot see: each passes there, is caught late, and named to the line.
+"""Faults that an eager world cannot find; a late world finds them and names the line.
 
-Three classes of bug. ASYNC: a missing wait. ORDER: works waited for as if they completed in the
-order of their issue. ALIAS: memory used again while a collective still has it. Each fault waits for
-everything in the end, so that nothing but the timing betrays it.
+Three classes of bugs. ASYNC: a missing wait. ORDER: works waited for as if they completed in the
+order of their issue. ALIAS: memory reused while a collective still reads or writes it. Each fault
+waits for everything in the end, so only the timing reveals it.
 """
 
 import pytest
@@ -18,7 +18,7 @@ SYSTEM = SystemSpec(bucket_elems=40, overlap_grads=True, overlap_params=True)
 
 
 class Late:
-    """Works that are waited for only when the next step begins, or all is over."""
+    """Works waited for only when the next step begins or the run ends."""
 
     def __init__(self, patch):
         self._works = {}
@@ -49,7 +49,7 @@ class Late:
 
 
 def gradients_read_before_the_wait(patch):
-    """ASYNC: after a barrier, since what all ranks have issued must be done."""
+    """ASYNC: after a barrier, as if all issued works were complete."""
     late = Late(patch)
 
     def wait(unit):
@@ -60,7 +60,7 @@ def gradients_read_before_the_wait(patch):
 
 
 def params_read_before_the_wait(patch):
-    """ASYNC: the same in forward."""
+    """ASYNC: the same in the forward."""
     late = Late(patch)
 
     def wait(unit):
@@ -73,7 +73,7 @@ def params_read_before_the_wait(patch):
 
 
 def only_the_last_bucket_waited_for(patch):
-    """ORDER: the reductions were issued in order, so the last one must be done last."""
+    """ORDER: the reductions were issued in order, so the last one is assumed to complete last."""
     late = Late(patch)
 
     def finish(pipeline):
@@ -91,7 +91,7 @@ def only_the_last_bucket_waited_for(patch):
 
 
 def gradients_cleared_in_flight(patch):
-    """ALIAS: what other ranks' shards hold is needed no more once it was sent, so it is cleared."""
+    """ALIAS: other ranks' shards are cleared as if they had been sent."""
     right = Unit.start_reduce
 
     def start(unit):
@@ -126,7 +126,7 @@ def run(judged, timing, *, races=False, seed=0):
 
 
 @by_name
-def test_an_eager_world_passes_it(judged, monkeypatch, plant):
+def test_eager_world_passes_the_fault(judged, monkeypatch, plant):
     plant(monkeypatch)
     result = run(judged, "eager")
     assert (result.verdict, result.findings) == ("pass", ())
@@ -134,14 +134,14 @@ def test_an_eager_world_passes_it(judged, monkeypatch, plant):
 
 @by_name
 @pytest.mark.parametrize("seed", range(3))
-def test_a_hostile_world_catches_it(judged, monkeypatch, plant, seed):
+def test_hostile_world_finds_the_fault(judged, monkeypatch, plant, seed):
     plant(monkeypatch)
     assert run(judged, "hostile", seed=seed).verdict == "fail"
 
 
 @by_name
 @pytest.mark.parametrize("timing", ["eager", "hostile"])
-def test_the_race_is_named_to_the_line(judged, monkeypatch, plant, timing):
+def test_race_is_named_with_its_line(judged, monkeypatch, plant, timing):
     plant(monkeypatch)
     finding = run(judged, timing, races=True).findings[0]
     assert finding.check == "world.race"

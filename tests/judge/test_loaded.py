@@ -1,4 +1,4 @@
-"""A load that is wrong in any one thing is told by that thing, before the next forward."""
+"""Wrong loads: the first finding names the wrong value, before the next forward."""
 
 from dataclasses import replace
 
@@ -72,7 +72,7 @@ def break_good_steps(engine):
 
 @pytest.fixture
 def after_load(monkeypatch):
-    """Do something to the engine of rank 1 once it has loaded."""
+    """Apply a change to rank 1's engine after its load."""
 
     def patch(act):
         load = ZeroSimEngine.load
@@ -117,32 +117,32 @@ BREAKS = [
 
 
 @pytest.mark.parametrize(("act", "message"), BREAKS)
-def test_each_thing_that_is_broken_is_told_first(judged, after_load, act, message):
+def test_wrong_value_is_the_first_finding(judged, after_load, act, message):
     after_load(act)
     result = judged(**CASE)
     first = result.findings[0]
     assert (first.check, first.phase, first.step, first.rank) == ("equality.load", "load", 2, 1)
     assert first.message.startswith(message), first.message
-    # Before the first forward: nothing that a step is made of was called by then.
+    # The finding comes before the first forward, so no step has issued a collective yet.
     log = result.logs[-1]
     assert not [c for c in log.collectives[: first.call_stop] if "reduce_scatter" in c.kind]
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
 @pytest.mark.parametrize("form", ["sharded", "consolidated"])
-def test_nothing_is_found_of_a_right_load(judged, form, weights_only):
+def test_right_load_has_no_finding(judged, form, weights_only):
     reload = replace(CASE["reload"], form=form, weights_only=weights_only)
     result = judged(**{**CASE, "reload": reload})
     assert (result.verdict, result.findings) == ("pass", ())
 
 
-def test_the_param_and_the_element_are_named(judged, after_load):
+def test_param_and_element_are_named(judged, after_load):
     after_load(break_param)
     first = judged(**CASE).findings[0]
     assert (first.param, first.index, first.differ_count) == ("0.up.bias", (3,), 1)
 
 
-def test_settings_of_groups(judged, after_load):
+def test_swapped_group_settings_are_found(judged, after_load):
     optimizer = OptimizerSpec(groups=(ParamGroupSpec(match="bias", lr=0.5),))
     assert judged(**{**CASE, "optimizer": optimizer}).verdict == "pass"
     after_load(lambda engine: engine._optimizer.base_lrs.reverse())
@@ -151,11 +151,11 @@ def test_settings_of_groups(judged, after_load):
 
 
 @pytest.mark.parametrize("name", ["sgd", "nadam", "adadelta", "asgd", "rprop", "adagrad"])
-def test_other_optimizers_go_on_as_they_were(judged, name):
+def test_other_optimizers_resume(judged, name):
     assert judged(**{**CASE, "optimizer": OptimizerSpec(name=name)}).verdict == "pass"
 
 
-def test_a_scale_of_an_fp8_param(judged, after_load):
+def test_wrong_fp8_scale_is_found(judged, after_load):
     case = {**CASE, "model": ModelSpec(name="fp8", hidden=5), "optimizer": OptimizerSpec()}
     assert judged(**case).verdict == "pass"
 
@@ -169,26 +169,26 @@ def test_a_scale_of_an_fp8_param(judged, after_load):
     assert first.message.startswith("the scale of the fp8 param differs from the checkpoint")
 
 
-def test_a_param_that_was_never_stepped_has_no_state_yet(judged):
+def test_param_without_a_step_has_no_state(judged):
     result = judged(**{**CASE, "model": ModelSpec(name="unusual")}, system=SystemSpec())
     assert (result.verdict, result.findings) == ("pass", ())
 
 
-def test_a_param_that_is_never_trained_is_what_it_was(judged, after_load):
+def test_changed_frozen_param_is_found(judged, after_load):
     after_load(break_frozen)
     first = judged(**{**CASE, "model": ModelSpec(name="unusual")}).findings[0]
     assert (first.check, first.rank) == ("equality.load", 1)
     assert (first.param, first.offset_in_param) == ("frozen", 3)
 
 
-def test_what_an_engine_does_not_tell_of_its_settings_is_noted(judged, monkeypatch):
+def test_unreported_settings_are_noted(judged, monkeypatch):
     monkeypatch.delattr(ZeroSimEngine, "settings")
     result = judged(**CASE)
     assert result.verdict == "pass"
     assert any("settings of the optimizer after a load" in note for note in result.notes)
 
 
-def test_a_buffer_of_the_module(judged, after_load):
+def test_changed_buffer_is_found(judged, after_load):
     case = {**CASE, "model": ModelSpec(name="mlp", dtype="bf16", hidden=5, buffer="saved")}
     assert judged(**case).verdict == "pass"
     after_load(lambda engine: engine.module.gain.mul_(2))

@@ -1,4 +1,4 @@
-"""Known mistakes of engines that report params alone are recognized in what they compute."""
+"""Common mistakes, recognized in params alone."""
 
 from dataclasses import replace
 
@@ -50,14 +50,14 @@ def own_grad(grad, group):
 
 
 def makes(cls, **settings):
-    """An optimizer of torch with settings of its own, and torch's defaults of all others."""
+    """Return a factory of a torch optimizer with these settings and torch's defaults."""
     return lambda params, spec: cls(params.values(), **settings, foreach=False)
 
 
 class TestSettings:
-    """Settings that an engine did not read."""
+    """Settings that an engine ignored."""
 
-    def test_a_default_of_torch_is_named(self, found):
+    def test_default_of_torch_is_named(self, found):
         finding = found(Newcomer(optimizer=makes(torch.optim.AdamW, lr=1e-3)), CASE)
         assert finding.message == (
             "the working param differs: the system took the step with torch's default "
@@ -66,33 +66,33 @@ class TestSettings:
         assert "scenario.optimizer" in finding.detail
         assert "declare" not in finding.detail
 
-    def test_what_the_reference_stepped_with_is_printed(self, found):
+    def test_settings_of_the_reference_are_printed(self, found):
         finding = found(Newcomer(optimizer=makes(torch.optim.AdamW, lr=1e-3)), CASE)
         assert (
             "reference: AdamW lr 0.001 betas (0.9, 0.999) eps 1e-08 weight_decay 0.0 amsgrad False"
         ) in finding.detail.splitlines()
 
-    def test_several_defaults_at_once(self, found):
+    def test_several_defaults_are_named(self, found):
         case = replace(CASE, optimizer=OptimizerSpec(lr=0.02, betas=(0.5, 0.9)))
         finding = found(Newcomer(optimizer=makes(torch.optim.AdamW)), case)
         assert "torch's default lr 0.001 in place of 0.02" in finding.message
         assert "weight_decay 0.01" in finding.message
 
-    def test_differences_that_show_in_a_later_step(self, found):
-        """bf16 hides so small a decay at first; then masters have been apart for long."""
+    def test_default_that_shows_in_a_later_step_is_named(self, found):
+        """bf16 hides a small decay at first, while masters differ from the first step on."""
         model = replace(CASE.model, dtype="bf16")
         case = replace(CASE, model=model, run=RunSpec(steps=6))
         finding = found(Newcomer(optimizer=fp32_masters), case)
         assert finding.step > 0
         assert "default weight_decay 0.01" in finding.message
 
-    def test_a_warm_up_that_is_ignored(self, found):
+    def test_ignored_warm_up_is_named(self, found):
         case = replace(CASE, optimizer=OptimizerSpec(warmup_steps=4))
         finding = found(Newcomer(reads_lr_factor=False), case)
         assert "with a constant lr in place of a warm-up" in finding.message
         assert "reference: AdamW lr 0.00025" in finding.detail
 
-    def test_groups_that_are_ignored(self, found):
+    def test_ignored_groups_are_named(self, found):
         groups = (ParamGroupSpec(match="p1", lr=0.25),)
         case = replace(CASE, optimizer=OptimizerSpec(groups=groups))
         finding = found(Newcomer(), case)
@@ -110,15 +110,15 @@ class TestSettings:
             ("sgd", "momentum", 0),
         ],
     )
-    def test_defaults_are_those_of_torch(self, name, option, default):
+    def test_torch_defaults_match_torch(self, name, option, default):
         assert torch_defaults(name)[option] == default
 
-    def test_an_optimizer_that_torch_has_not_has_no_defaults(self):
+    def test_optimizer_that_torch_lacks_has_no_defaults(self):
         assert torch_defaults("lamb") == {}
 
 
 def fp32_masters(params, spec):
-    """AdamW with torch's decay over fp32 masters of narrow params."""
+    """AdamW with torch's decay on fp32 masters of narrow params."""
     return _Masters(params)
 
 
@@ -138,27 +138,27 @@ class _Masters:
 
 
 class TestGradients:
-    """Gradients that lack terms, seen in the params that were stepped with them."""
+    """Gradients that lack terms, recognized in the stepped params."""
 
     @pytest.mark.parametrize("case", [SGD, ONE_RANK], ids=["ranks", "rank"])
-    def test_the_last_micro_batch_alone(self, found, case):
+    def test_last_micro_batch_alone_is_named(self, found, case):
         finding = found(Newcomer(optimizer=sgd_of_spec, accumulates=False), case)
         assert finding.message.endswith(
             "the system took the step by the gradient of the last micro-batch alone"
         )
 
-    def test_a_gradient_that_nobody_reduced(self, found):
+    def test_unreduced_gradient_is_named(self, found):
         finding = found(Newcomer(optimizer=sgd_of_spec, reduce=own_grad), SGD)
         assert "the gradient of this rank alone, not reduced and not divided" in finding.message
 
     @pytest.mark.parametrize("case", [SGD, ONE_RANK], ids=["ranks", "rank"])
-    def test_it_is_named_in_the_gradient_where_that_is_reported(self, found, case):
+    def test_last_micro_batch_is_named_in_reported_gradients(self, found, case):
         target = Newcomer(optimizer=sgd_of_spec, accumulates=False, shows_grads=True)
         finding = found(target, case)
         assert finding.check == "equality.grad"
         assert finding.message.endswith("the value is the gradient of the last micro-batch alone")
 
-    def test_one_rank_is_never_said_not_to_be_reduced(self, found):
+    def test_one_rank_is_never_called_unreduced(self, found):
         def halved(grad, group):
             return grad / 7 * 3
 
@@ -167,24 +167,24 @@ class TestGradients:
 
 
 class TestShards:
-    """What looks at whole params, done shard by shard."""
+    """Optimizers of unsharded params, applied per shard."""
 
     @pytest.mark.parametrize("name", ["muon", "lamb"])
-    def test_each_shard_by_itself(self, found, name):
+    def test_step_per_shard_is_named(self, found, name):
         spec = OptimizerSpec(name=name, lr=0.02, momentum=0.9 if name == "muon" else 0.0)
         case = replace(CASE, optimizer=spec, run=RunSpec(steps=1))
         finding = found(Newcomer(optimizer=shard_by_shard), case)
         words = {"muon": "each shard orthogonalised by itself", "lamb": "each shard scaled by its"}
         assert f"the system took the step with {words[name]}" in finding.message
 
-    def test_no_param_orthogonalised(self, found):
+    def test_missing_orthogonalisation_is_named(self, found):
         spec = OptimizerSpec(name="muon", lr=0.02, momentum=0.9)
         case = replace(CASE, optimizer=spec, run=RunSpec(steps=1))
         finding = found(Newcomer(optimizer=flat_muon), case)
         assert "the system took the step with no param orthogonalised" in finding.message
 
-    def test_the_norm_of_one_shard(self, found):
-        """Where nobody reports parts, and where the last rank may have none."""
+    def test_norm_of_one_shard_is_named(self, found):
+        """Without reported parts; the last rank may have no rows."""
         case = replace(SGD, optimizer=replace(SGD.optimizer, clip_norm=100.0))
         finding = found(Newcomer(optimizer=sgd_of_spec, norm=norm_of_own_rows), case)
         assert finding.check == "equality.norm"
@@ -192,24 +192,24 @@ class TestShards:
         assert "declare" not in finding.detail
 
 
-class TestToldShards:
-    """The same of the project's own system, which reports its shards."""
+class TestReportedShards:
+    """The same mistakes in zero_sim's own system, which reports its shards."""
 
     @pytest.mark.parametrize(
         ("name", "said"),
         [
-            # A flat part of a matrix is none.
+            # A flat piece of a matrix is not orthogonalised.
             ("muon", "the system took the step with no param orthogonalised"),
             ("lamb", "the system took the step with each shard scaled by its own norms"),
         ],
     )
-    def test_each_shard_by_itself(self, judged, broken, name, said):
+    def test_step_per_shard_is_named(self, judged, broken, name, said):
         broken("U02")
         spec = OptimizerSpec(name=name, lr=0.02, momentum=0.9 if name == "muon" else 0.0)
         result = judged(optimizer=spec, run=RunSpec(steps=1))
         assert result.findings[0].message.endswith(said)
 
-    def test_the_norm_of_one_shard(self, judged, broken):
+    def test_norm_of_one_shard_is_named(self, judged, broken):
         broken("M69")
         (finding,) = (f for f in judged().findings if f.check == "equality.norm")
         assert "the norm of this rank's shard alone" in finding.message
@@ -217,7 +217,7 @@ class TestToldShards:
 
 
 class _ByPieces:
-    """A textbook's optimizer over pieces of params."""
+    """Textbook optimizer on pieces of params."""
 
     def __init__(self, params, spec, cut):
         self.pairs = [(param, piece) for param in params.values() for piece in cut(param.detach())]
@@ -248,5 +248,5 @@ def norm_of_own_rows(grads, group):
     return torch.cat([each.reshape(-1) for each in own]).double().norm().float()
 
 
-def test_without_a_mistake_it_passes():
+def test_engine_without_a_mistake_passes():
     assert run_case(CASE, target=Newcomer()).verdict == "pass"

@@ -1,4 +1,4 @@
-"""Both implementations of every order, the simulated cluster's and the oracle's, give one sum."""
+"""Sums in every order: the simulated cluster and the oracle agree."""
 
 from typing import get_args
 
@@ -22,7 +22,7 @@ def brought(rank, elems, dtype):
 
 
 def owed(parts, order, **site):
-    """What the oracle says of some consecutive elements, given all ranks' contributions."""
+    """Return the oracle's sum of consecutive elements, from all ranks' contributions."""
     stop = parts[0].numel()
     spans = [SumSpan(start=0, stop=stop, site=SumSite(**site))]
     return add_ranks(parts, order=order, spans=spans, seed=SEED)
@@ -38,7 +38,7 @@ CASES = [
     for count in (2, 3, 4, 7)
     for elems, dtype in ((0, BF16), (1, BF16), (9, torch.float32), (1001, BF16), (257, torch.half))
 ]
-"""The full product; `test_all_reduce` runs it, and no other test of orders needs to."""
+"""Full product, for `test_all_reduce` only."""
 
 SAMPLE = [(2, 1, BF16), (3, 9, torch.float32), (4, 257, torch.half), (7, 1001, BF16)]
 """Each world size, element count and dtype of CASES once."""
@@ -59,7 +59,7 @@ def test_all_reduce(world_of, order, count, elems, dtype):
 
 
 @pytest.mark.parametrize("order", ["gloo", "nccl-ring"])
-def test_all_reduce_in_several_loops_and_segments(world_of, order):
+def test_all_reduce_with_several_loops_and_segments(world_of, order):
     elems = 5_000_011
 
     def program(rank):
@@ -134,8 +134,7 @@ def test_coalesced_all_reduce(world_of, order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_parts_of_a_call_are_added_as_in_the_whole(order):
-    """Spans that cut a call anywhere give what one span of all its elements gives."""
+def test_spans_of_a_call_add_like_the_whole_call(order):
     wholes = [brought(rank, 300, BF16) for rank in range(5)]
     expected = owed(wholes, order, kind="all_reduce", elems=300, offset=0)
     for start, stop in ((0, 1), (1, 40), (40, 299), (299, 300)):
@@ -144,7 +143,7 @@ def test_parts_of_a_call_are_added_as_in_the_whole(order):
         assert_equal(got, expected[start:stop])
 
 
-def test_trees_depend_on_the_seed(world_of):
+def test_random_trees_depend_on_the_seed(world_of):
     parts = [brought(rank, 300, BF16) for rank in range(5)]
     spans = [SumSpan(start=0, stop=300, site=SumSite(kind="all_reduce", elems=300, offset=0))]
     one, other = (add_ranks(parts, order="random-tree", spans=spans, seed=seed) for seed in (1, 2))
@@ -152,8 +151,8 @@ def test_trees_depend_on_the_seed(world_of):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_groups_that_train_different_params_share_the_worlds_seed(judged, order):
-    """Each has a seed of its own for its data, and its ranks are counted from 0."""
+def test_dp_cp_groups_share_the_order_seed_of_the_world(judged, order):
+    """Each group has its own data seed, and counts its ranks from 0."""
     result = judged(
         world=WorldSpec(size=10, order=order),
         topology=TopologySpec(tp=2),

@@ -1,4 +1,4 @@
-"""A sum in fp16 that overflows in some orders of addition, which nobody is told."""
+"""fp16 sum that overflows in some orders of addition, in a world of unknown order."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SCENARIO = Scenario(
 )
 
 
-def test_a_skipped_step_owes_no_gathers():
-    """Whether the step is skipped is not owed, and what it calls follows from whether it was."""
+def test_possible_overflow_expects_no_gathers():
+    """The order decides if the step is skipped, and so which collectives follow."""
     result = run_case(SCENARIO)
     assert result.verdict == "inconclusive"
     assert {finding.check.area for finding in result.findings} == {"guard"}
 
 
-def test_where_no_order_overflows_the_gathers_are_owed():
-    """The same with a scale at which sums stay finite."""
+def test_gathers_are_expected_if_no_order_overflows():
+    """The same case with a smaller loss scale."""
     scaled = replace(SCENARIO, optimizer=OptimizerSpec(loss_scale=LossScaleSpec(initial=64.0)))
     assert run_case(scaled).verdict == "pass"

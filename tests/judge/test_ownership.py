@@ -1,4 +1,4 @@
-"""Who holds what, as ranks tell it one by one."""
+"""Ownership of elements, as ranks report it one by one."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def checks(ownership):
     return [found.check for found in ownership.check(0, tell_parts=True)]
 
 
-def test_all_are_there_once_every_rank_has_told():
+def test_facts_are_complete_when_every_rank_reported():
     assert not heard((0, 2)).are_all_there
     assert heard((0, 2), (2, 4)).are_all_there
 
 
-def test_what_is_owned_once_is_right():
+def test_elements_owned_once_are_no_finding():
     assert checks(heard((0, 2), (2, 4))) == []
 
 
-def test_what_nobody_owns_is_found():
+def test_unowned_elements_are_found():
     assert checks(heard((0, 2), (3, 4))) == ["invariant.ownership"]
 
 
@@ -61,7 +61,7 @@ def replicated(*said, size=2):
     return ownership
 
 
-def test_what_is_replicated_counts_once_in_sums_and_norms():
+def test_replicated_part_counts_once():
     ownership = replicated(2, 2)
     assert checks(ownership) == []
     assert [len(held) for held in ownership.holdings()] == [1, 0]
@@ -71,12 +71,12 @@ def test_what_is_replicated_counts_once_in_sums_and_norms():
     ("said", "words"),
     [((2, 2, 2), "ranks 0, 1 and 2, with replicas = 2"), ((2, 3, 3), "with replicas = 2 and 3")],
 )
-def test_what_is_replicated_on_another_number_of_ranks_is_found(said, words):
+def test_wrong_number_of_replicas_is_found(said, words):
     (found,) = replicated(*said, size=3).check(0, tell_parts=True)
     assert words in found.message
 
 
-def test_what_is_owned_wrongly_says_what_a_target_declares():
+def test_wrong_ownership_names_the_declarations():
     (finding,) = heard((0, 4), (0, 4)).check(0, tell_parts=True)
     assert "with system.redundancy = 1, all ranks share it" in finding.message
     assert "declares Capabilities(stages=(0,))" in finding.message
@@ -92,7 +92,7 @@ def test_what_is_owned_wrongly_says_what_a_target_declares():
         ([(0, 3), (3, 4), (4, 6)], ["rank 2 owns elements up to 6 of a param with 4"]),
     ],
 )
-def test_all_owners_are_named_once_a_stretch(spans, said):
+def test_owners_are_listed_once_per_range(spans, said):
     case = replace(CASE, world=WorldSpec(size=3))
     ownership = Ownership(case, held=(frozenset("w"),) * 3)
     for rank, span in enumerate(spans):
@@ -103,7 +103,7 @@ def test_all_owners_are_named_once_a_stretch(spans, said):
     assert all("to return each element once" in each.message for each in found)
 
 
-def test_a_shard_at_stage_0_says_what_a_target_declares():
+def test_shard_at_stage_0_names_the_declaration():
     ownership = Ownership(replace(CASE, system=SystemSpec(stage=0)), held=(frozenset("w"),) * 2)
     for rank, span in enumerate([(0, 2), (2, 4)]):
         ownership.note_facts(rank, facts(*span))
@@ -113,11 +113,11 @@ def test_a_shard_at_stage_0_says_what_a_target_declares():
     assert "declares Capabilities(stages=(1,))" in first.message
 
 
-def test_parts_that_are_not_told_are_not_checked():
+def test_unreported_parts_are_not_checked():
     assert list(heard((0, 2), (3, 4)).check(0, tell_parts=False)) == []
 
 
-def test_ranks_that_hold_the_same_share_it():
+def test_ranks_with_the_same_params_share_them():
     held = (frozenset({"w", "a"}), frozenset({"w", "b"}))
     ownership = heard(held=held)
     assert ownership.sharings == [

@@ -1,4 +1,4 @@
-"""An engine that does not tell where its gradients lie, under orders that depend on it."""
+"""Engines that omit positions of gradients, in orders that depend on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RING = WorldSpec(size=3, order="ring")
 
 
 class Partial:
-    """The project's own engine without some of its methods, or with others in their place."""
+    """zero_sim's own engine with some methods removed or replaced."""
 
     name = "partial"
     capabilities = None
@@ -41,7 +41,7 @@ class _Less:
 
 
 def hidden(field):
-    """The engine's parts, of whose places one field is not told."""
+    """Return the engine's parts with one field of each place set to None."""
     return lambda engine: [
         replace(part, place=replace(part.place, **{field: None})) for part in engine.parts()
     ]
@@ -51,7 +51,7 @@ def refused(result):
     return (result.verdict, result.findings) == ("error", ())
 
 
-def test_an_engine_without_parts_is_told_what_the_order_needs(judged):
+def test_engine_without_parts_is_refused_with_the_order(judged):
     result = judged(Partial(without=("parts",)), world=RING)
     assert refused(result)
     assert "expected target 'partial' to report the positions of its gradients" in result.error
@@ -60,14 +60,14 @@ def test_an_engine_without_parts_is_told_what_the_order_needs(judged):
 
 
 @pytest.mark.parametrize("field", ["call_elems", "call_offset", "shard"])
-def test_a_place_that_lacks_a_field_is_named_with_it(judged, field):
+def test_missing_field_of_a_place_is_named(judged, field):
     result = judged(Partial(parts=hidden(field)), world=RING)
     assert refused(result)
     assert f"got {field} = None for param '" in result.error
 
 
 @pytest.mark.parametrize("field", ["flat_start", "shard_start", "shard_stop"])
-def test_copies_need_a_place_in_the_shard_too(judged, field):
+def test_replicas_need_positions_in_the_shard(judged, field):
     world, system = WorldSpec(size=4, order="gloo"), SystemSpec(redundancy=2)
     result = judged(Partial(parts=hidden(field)), world=world, system=system)
     assert refused(result)
@@ -84,15 +84,15 @@ def test_copies_need_a_place_in_the_shard_too(judged, field):
     [Partial(without=("parts",)), Partial(parts=hidden("call_offset"))],
     ids=["no parts", "no place in a call"],
 )
-def test_nothing_is_asked_for_that_nothing_depends_on(judged, world, target):
+def test_positions_are_not_required_if_nothing_depends_on_them(judged, world, target):
     result = judged(target, world=world)
     assert result.error == ""
-    # Without parts and without an order nobody can say what a rank steps with.
+    # With neither parts nor an order, the gradient of a step is unknown.
     guards = [found.check for found in result.findings]
     assert guards in ([], ["guard.not-followed"])
 
 
-def test_parts_that_leave_a_param_out_are_a_finding(judged):
+def test_parts_that_omit_a_param_are_a_finding(judged):
     less = Partial(parts=lambda engine: list(engine.parts())[1:])
     result = judged(less, world=RING)
     assert result.findings[0].check == "invariant.ownership"
@@ -100,7 +100,7 @@ def test_parts_that_leave_a_param_out_are_a_finding(judged):
 
 @pytest.mark.parametrize("order", ["linear", "ring"])
 @pytest.mark.parametrize("params", [None, ["up"]], ids=["nothing", "a list"])
-def test_params_that_are_no_mapping_are_a_mistake_of_the_target(judged, order, params):
+def test_params_that_are_not_a_mapping_are_refused(judged, order, params):
     target = Partial(params=lambda engine: params)
     result = judged(target, world=replace(RING, order=order))
     assert refused(result)

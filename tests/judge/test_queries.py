@@ -1,4 +1,4 @@
-"""Every query that the harness makes of an engine is made on all ranks, whatever one rank shows."""
+"""Queries of an engine reach all ranks, even if one rank has a finding."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ ORDERS = pytest.mark.parametrize("known", [True, False], ids=["known order", "un
 
 
 @ORDERS
-def test_none_for_a_frozen_param_is_what_is_expected(judged, known):
+def test_none_for_a_frozen_param_is_expected(judged, known):
     world = WorldSpec(size=2, order="tree", order_known=known)
     result = judge(judged, target(follows=("model.freeze",)), model=FROZEN, world=world)
     assert (result.verdict, result.findings) == ("pass", ())
     assert "reduced gradients" not in result.unobserved
 
 
-def test_none_for_a_trained_param_leaves_the_case_undecided_and_all_ranks_queried(judged):
-    # The only gradient that the rank owns, so that it may be an engine that reports none.
+def test_none_for_a_trained_param_is_inconclusive(judged):
+    # The rank owns no other gradient, so the engine may report none at all.
     result = judge(judged, target(hides=[(0, 1, "p1")]))
     assert [finding.check for finding in result.findings] == ["guard.not-followed"]
     assert "reduced gradients" in result.unobserved
 
 
 @ORDERS
-def test_none_beside_gradients_that_the_rank_reports_is_a_finding(judged, known):
+def test_none_beside_reported_gradients_is_a_finding(judged, known):
     world = WorldSpec(size=2, order="tree", order_known=known)
     model = ModelSpec(name="params", shapes=((2,), (2,), (2,)))
     result = judge(judged, target(hides=[(1, 0, "p2")]), model=model, world=world)
@@ -47,7 +47,7 @@ def test_none_beside_gradients_that_the_rank_reports_is_a_finding(judged, known)
 
 @ORDERS
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_finding_on_one_rank_ends_the_queries_of_none(judged, known, rank):
+def test_finding_on_one_rank_ends_no_queries(judged, known, rank):
     world = WorldSpec(size=2, order="tree", order_known=known)
     result = judge(judged, target(spoils=[(0, rank)]), world=world)
     assert result.verdict == "fail"
@@ -55,13 +55,13 @@ def test_a_finding_on_one_rank_ends_the_queries_of_none(judged, known, rank):
     assert not [each for each in result.findings if each.check.startswith("world.")]
 
 
-def test_notes_are_asked_of_all_ranks_and_taken_from_the_first(judged):
+def test_notes_are_requested_on_all_ranks_and_kept_from_the_first(judged):
     notes = judge(judged, target()).notes
     assert "rank 0 ran" in notes
     assert "rank 1 ran" not in notes
 
 
-def test_after_a_load_a_rank_is_queried_though_the_reference_is_ahead_of_it(judged, monkeypatch):
+def test_rank_after_a_load_is_queried_if_the_reference_is_ahead(judged, monkeypatch):
     asked = []
     for query in ("params", "parts", "settings"):
         right = getattr(ZeroSimEngine, query)
@@ -96,7 +96,7 @@ class UnwrapsOnSomeRanks(OwnerEngine):
         raise AssertionError("not to be asked")
 
 
-def test_no_rank_is_asked_for_its_module_unless_all_can_be(judged):
+def test_unwrap_is_called_on_all_ranks_or_none(judged):
     assert judge(judged, target(UnwrapsOnSomeRanks)).verdict == "pass"
 
 
@@ -112,7 +112,7 @@ class SkipsWhatRequiresNoGradient(OwnerEngine):
 
 
 @ORDERS
-def test_a_loss_requires_no_gradient_if_all_that_is_read_is_frozen(judged, known):
+def test_loss_of_frozen_params_requires_no_gradient(judged, known):
     world = WorldSpec(size=2, order="tree", order_known=known)
     freeze = tuple(FreezeSpec(param=name, start=1, stop=2) for name in ("p0", "p1"))
     model = ModelSpec(name="params", shapes=((2,), (2,)), freeze=freeze)

@@ -1,4 +1,4 @@
-"""Small params whose state every rank keeps, beside large ones that have one owner each."""
+"""Small replicated params beside large params with one owner each."""
 
 from dataclasses import replace
 from itertools import islice
@@ -28,7 +28,7 @@ UNKNOWN = replace(CASE, world=replace(CASE.world, order="ring", order_known=Fals
 
 
 class Mixed:
-    """Params without rows are replicated, all others are owned."""
+    """Params without rows are replicated; all others have one owner."""
 
     name = "mixed"
     capabilities = Capabilities(stages=(1,))
@@ -46,7 +46,7 @@ class Mixed:
 
 
 class Forgetful(Mixed):
-    """Rank 1 loses part of the state of what is replicated, which no working param shows."""
+    """Rank 1 corrupts state of replicated params, which no working param shows."""
 
     class Engine(WholeParamEngine):
         def step(self, *, lr_factor):
@@ -61,7 +61,7 @@ class Forgetful(Mixed):
 
 
 class Silent(Mixed):
-    """Only rank 0 reports what is replicated."""
+    """Only rank 0 reports replicated parts."""
 
     class Engine(WholeParamEngine):
         def parts(self):
@@ -79,24 +79,24 @@ def test_right_replicas_pass_in_all_cases():
 
 
 @pytest.mark.parametrize("case", [CASE, UNKNOWN])
-def test_state_of_a_replica_is_compared_on_every_rank(case):
+def test_replicated_state_is_compared_on_every_rank(case):
     assert run_case(case, target=Mixed()).verdict == "pass"
     found = run_case(case, target=Forgetful()).findings
     assert {(each.check, each.rank, each.param) for each in found} == {("equality.state", 1, "p0")}
 
 
-def test_a_replica_that_its_rank_does_not_report_is_found():
+def test_unreported_replica_is_found():
     (found,) = run_case(CASE, target=Silent()).findings
     assert found.check == "invariant.ownership"
     assert "elements [0, 2) belong to rank 0 alone, with replicas = 3" in found.message
 
 
-def test_replicas_are_compared_among_ranks_by_bounds():
+def test_replicas_are_compared_with_each_other_in_unknown_order():
     class Drifting(Mixed):
         class Engine(WholeParamEngine):
             def reduce(self):
                 super().reduce()
-                if self.group.rank() == 2:  # Within every bound, and not what the others have.
+                if self.group.rank() == 2:  # Within all bounds, yet different.
                     for param in self.named.values():
                         param.grad = torch.nextafter(param.grad, torch.zeros(()))
 

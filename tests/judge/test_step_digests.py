@@ -1,4 +1,4 @@
-"""Digests of a step: equal where the bits are owed alike, and the same behind a wire."""
+"""Digests of a step: equal for equal values, and unchanged by JSON."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 def taken(case=CASE, **options):
-    """A step and its group, every rank of which owns all of each param."""
+    """Return a step and its group, in which every rank owns all of each param."""
     workload = build_workload(case)
     reference = Reference(case, workload=workload)
     ownership = Ownership(case, held=reference.held)
@@ -70,30 +70,30 @@ def sent(digests):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_zeros_of_either_sign_have_one_digest(dtype):
+def test_signed_zeros_have_one_digest(dtype):
     plus, minus = (torch.tensor([zero, 1.0], dtype=dtype) for zero in (0.0, -0.0))
     assert digest_of(plus) == digest_of(minus)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("elems", [1, 1 << 15, (1 << 15) + 1, 3 << 15])
-def test_the_last_bit_of_any_element_changes_it(dtype, elems):
+def test_last_element_changes_the_digest(dtype, elems):
     before = torch.zeros(elems, dtype=dtype)
     after = before.clone()
     after[-1] = torch.finfo(dtype).smallest_normal
     assert digest_of(before) != digest_of(after)
 
 
-def test_numbers_below_the_smallest_normal_one_are_told_apart():
+def test_subnormal_number_is_not_zero():
     assert digest_of(torch.tensor([1e-45])) != digest_of(torch.tensor([0.0]))
 
 
-def test_dtype_and_number_of_elements_are_part_of_it():
+def test_digest_depends_on_dtype_and_number_of_elements():
     zeros = [torch.zeros(2), torch.zeros(3), torch.zeros(2, dtype=torch.int32), torch.zeros(0)]
     assert len({digest_of(each) for each in zeros}) == len(zeros)
 
 
-def test_shape_and_strides_are_none_of_it():
+def test_digest_ignores_shape_and_strides():
     square = torch.arange(4.0).reshape(2, 2)
     assert digest_of(square) == digest_of(torch.arange(4.0))
     assert digest_of(square.t()) == digest_of(torch.tensor([0.0, 2.0, 1.0, 3.0]))
@@ -104,7 +104,7 @@ def test_fp8_is_hashed_by_its_bytes():
     assert digest_of(one) != digest_of(other)
 
 
-def test_all_of_a_step_comes_through_as_it_was():
+def test_digests_of_a_step_survive_json():
     step, group = taken()
     digests = digests_of(step, group=group)
     assert sent(digests) == digests
@@ -112,7 +112,7 @@ def test_all_of_a_step_comes_through_as_it_was():
     assert all(digests.agrees(loss, "loss", *at) for at, loss in step.losses.items())
 
 
-def test_every_kind_of_state_is_there_by_the_span_that_owns_it():
+def test_digests_contain_all_tensors_by_owned_span():
     step, group = taken()
     digests = digests_of(step, group=group)
     for name, master in step.masters.items():
@@ -127,13 +127,13 @@ def test_every_kind_of_state_is_there_by_the_span_that_owns_it():
     assert not any(key.startswith("whole grad") for key in digests.digests)
 
 
-def test_gradients_of_whole_params_are_there_where_the_target_shows_them():
+def test_unsharded_gradients_have_digests_if_declared():
     step, group = taken(grads_in_params=True)
     digests = digests_of(step, group=group)
     assert all(digests.agrees(grad, "whole grad", name) for name, grad in step.grads.items())
 
 
-def test_a_place_in_no_param_of_the_model_is_left_to_others():
+def test_unknown_param_has_no_digest():
     step, group = taken()
     group.ownership.places[0].append(Place(param="nobody's", start=0, stop=3))
     digests = digests_of(step, group=group)
@@ -151,6 +151,6 @@ def test_a_place_in_no_param_of_the_model_is_left_to_others():
     ],
     ids=["one device", "an overflow"],
 )
-def test_of_some_steps_digests_are_not_enough(parts):
+def test_some_steps_have_no_digests(parts):
     step, group = taken(replace(CASE, **parts))
     assert digests_of(step, group=group) is None

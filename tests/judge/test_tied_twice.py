@@ -1,4 +1,4 @@
-"""An engine that has a tied param twice: a finding about it, unless both are one."""
+"""Engines that have a tied param twice: a finding, unless both are one tensor."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ TIED = ModelSpec(name="params", shapes=((5,), (2, 3), (4,)), tied=("p2", "p0"))
 
 
 class RegistersTwice(OwnerEngine):
-    """Has each tied param under both of its names, with a master for each."""
+    """Registers each tied param under both names, with a master for each."""
 
     def register(self, module):
         return dict(module.named_parameters(remove_duplicate=False))
 
 
 class ShowsTwice(RegistersTwice):
-    """Reports no parts, so that nothing but params is observed."""
+    """Reports no parts, so only params are observed."""
 
     parts = property()  # Raises AttributeError, as an engine without the method does.
 
 
 class ShowsAnother(ShowsTwice):
-    """Shows an old value of a tied param under its second name."""
+    """Reports an old value of a tied param under its second name."""
 
     def params(self):
         shown = dict(super().params())
@@ -42,7 +42,7 @@ class OwnsUnderItsSecondName(OwnerEngine):
 
 @pytest.fixture
 def result_of(judged):
-    """What came of a case with tied params."""
+    """Return the result of a case with tied params."""
 
     def run(engine):
         system = target(engine, follows=("model.tied",))
@@ -51,7 +51,7 @@ def result_of(judged):
     return run
 
 
-def test_the_names_of_a_tied_param_are_known():
+def test_names_of_a_tied_param_are_known():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     module[1].weight = module[0].weight
     assert model_of(module).tied == {"1.weight": "0.weight"}
@@ -66,12 +66,12 @@ def test_two_owners_of_a_tied_param_are_a_finding(result_of):
     assert "belong to rank 0 twice" in first.message
 
 
-def test_one_value_under_two_names_is_right(result_of):
+def test_one_tensor_under_two_names_passes(result_of):
     result = result_of(ShowsTwice)
     assert (result.verdict, result.findings, result.error) == ("pass", (), "")
 
 
-def test_another_value_under_the_second_name_is_a_finding(result_of):
+def test_other_value_under_the_second_name_is_a_finding(result_of):
     result = result_of(ShowsAnother)
     assert (result.verdict, result.error) == ("fail", "")
     first = result.findings[0]
@@ -79,6 +79,6 @@ def test_another_value_under_the_second_name_is_a_finding(result_of):
     assert "the engine also has this param as 'again.p0', with other values" in first.message
 
 
-def test_the_second_name_alone_will_do(result_of):
+def test_second_name_alone_passes(result_of):
     result = result_of(OwnsUnderItsSecondName)
     assert (result.verdict, result.findings, result.error) == ("pass", (), "")

@@ -1,4 +1,4 @@
-"""The hint at the point where gradients are told is in every form of the finding."""
+"""Hint at the side of the division on which gradients are reported."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def pool():
     ],
     ids=["mean", "sum", "mean by a product", "mean in any order", "sum in any order", "bf16"],
 )
-def test_the_other_side_of_the_division_is_named(pool, scenario, does, declared, right):
+def test_other_side_of_the_division_is_named(pool, scenario, does, declared, right):
     finding = run_case(scenario, pool=pool, target=Target(does, declared)).findings[0]
     assert finding.check == "equality.grad"
     assert f"{right} the division by 3" in finding.detail
@@ -48,7 +48,7 @@ def test_the_other_side_of_the_division_is_named(pool, scenario, does, declared,
 
 
 @pytest.mark.parametrize("scenario", [CASE, UNKNOWN], ids=["known", "unknown"])
-def test_a_gradient_that_fits_neither_side_has_no_hint(pool, scenario):
+def test_gradient_that_fits_neither_side_has_no_hint(pool, scenario):
     target = Target({"told": "after-division", "by": 7}, BEFORE)
     finding = run_case(scenario, pool=pool, target=target).findings[0]
     assert finding.check == "equality.grad"

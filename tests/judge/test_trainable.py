@@ -1,4 +1,4 @@
-"""What the reference itself cannot train is an error of the case, and no finding of a system."""
+"""Steps that the reference cannot train are an error of the case, not a finding."""
 
 import math
 
@@ -13,7 +13,7 @@ TWO_STEPS = RunSpec(steps=2)
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
-def test_a_planted_value_without_a_loss_scale_is_an_error_of_the_case(judged, value):
+def test_planted_value_without_a_loss_scale_is_an_error(judged, value):
     result = judged(
         model=MODEL, run=TWO_STEPS, data=DataSpec(nan=NanSpec(step=1, rank=1, value=value))
     )
@@ -22,7 +22,7 @@ def test_a_planted_value_without_a_loss_scale_is_an_error_of_the_case(judged, va
     assert "data.nan plants it" in result.error
 
 
-def test_a_step_too_large_to_go_on_from_is_an_error_of_the_case(judged):
+def test_step_that_overflows_masters_is_an_error(judged):
     result = judged(model=MODEL, run=TWO_STEPS, optimizer=OptimizerSpec(name="sgd", lr=3e38))
     assert (result.verdict, result.findings) == ("error", ())
     assert "Try a smaller optimizer.lr than 3e+38" in result.error
@@ -33,7 +33,7 @@ def test_masters_that_overflow_in_the_last_step_are_compared(judged):
     assert result.verdict == "pass", result.error
 
 
-def test_an_infinity_in_the_system_alone_is_a_finding(judged, monkeypatch):
+def test_infinity_in_the_system_alone_is_a_finding(judged, monkeypatch):
     right = DistributedOptimizer.step
 
     def overflows(self):

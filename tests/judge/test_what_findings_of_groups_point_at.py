@@ -1,4 +1,4 @@
-"""The first finding points at what a mutant broke in copies, experts, parts and fp8."""
+"""First findings of mutants of replicas, experts, model parts and fp8."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ PARTS = {
     "optimizer": OptimizerSpec(clip_norm=1e-3, loss_scale=LossScaleSpec(initial=8.0)),
 }
 OVERFLOW = DataSpec(nan=NanSpec(step=0, rank=1, value="inf"))
-# 400 elements of weight: with steps this large scales change in every one of them.
+# With steps this large, the scale of 400 weight elements changes in every step.
 FP8 = {
     "model": ModelSpec(name="fp8", hidden=5),
     "optimizer": OptimizerSpec(name="sgd", lr=0.3),
@@ -39,10 +39,10 @@ FP8 = {
 }
 
 
-class TestCopies:
-    """Shards that several ranks hold."""
+class TestReplicas:
+    """Shards on several ranks."""
 
-    def test_a_norm_that_counts_each_of_them(self, judged, broken):
+    def test_norm_that_counts_each_replica(self, judged, broken):
         broken("N01")
         result = judged(**TWO_COPIES)
         assert [found.check for found in result.findings] == ["equality.norm", "equality.zeros"]
@@ -51,39 +51,39 @@ class TestCopies:
 class TestExperts:
     """Params that only some ranks hold."""
 
-    def test_unbroken_they_pass(self, judged):
+    def test_right_experts_pass(self, judged):
         assert judged(**EXPERTS).verdict == "pass"
 
-    def test_summed_over_all_ranks(self, judged, broken):
+    def test_experts_summed_over_all_ranks(self, judged, broken):
         broken("M67")
         finding = first_finding(judged(**EXPERTS, system=SystemSpec(stage=0)), "equality.grad")
         assert finding.param.startswith("experts.")
 
-    def test_sharded_over_all_ranks(self, judged, broken):
+    def test_experts_sharded_over_all_ranks(self, judged, broken):
         broken("G08")
         finding = first_finding(judged(**EXPERTS), "invariant.ownership")
         assert finding.param.startswith("experts.")
 
-    def test_divided_by_their_own_group(self, judged, broken):
+    def test_experts_divided_by_their_own_group_size(self, judged, broken):
         broken("S06")
         finding = first_finding(judged(**EXPERTS), "equality.grad")
         assert finding.param.startswith("experts.")
         assert "every element is 2 x the expected one" in finding.message
 
     @pytest.mark.parametrize("system", [SystemSpec(stage=0), SystemSpec(redundancy=2)])
-    def test_a_norm_that_counts_each_holder(self, judged, broken, system):
+    def test_norm_that_counts_each_holder(self, judged, broken, system):
         broken("N01")
         result = judged(**EXPERTS, system=system)
         assert [found.check for found in result.findings] == ["equality.norm", "equality.zeros"]
 
-    def test_an_engine_that_tells_of_those_of_others(self, judged):
+    def test_engine_that_reports_experts_of_others(self, judged):
         def boastful(engine, right):
             return {**right(), "experts.3.linear.bias": torch.zeros(4)}
 
         result = judged(WrongAnswers(params=boastful), **EXPERTS)
         assert "invariant.ownership" in {found.check for found in result.findings}
 
-    def test_an_engine_that_lacks_one_of_its_own(self, judged):
+    def test_engine_that_lacks_an_own_expert(self, judged):
         def lacking(engine, right):
             held = dict(right())
             if engine._ddp.rank == 3:
@@ -95,42 +95,42 @@ class TestExperts:
 
 
 class TestParts:
-    """A model that is split over ranks: tensor and pipeline parallel."""
+    """Tensor-parallel and pipeline-parallel models."""
 
     @pytest.mark.parametrize("data", [DataSpec(), OVERFLOW])
-    def test_unbroken_they_pass(self, judged, data):
+    def test_right_parts_pass(self, judged, data):
         assert judged(**PARTS, data=data).verdict == "pass"
 
     @pytest.mark.parametrize(
         "topology", [PARTS["topology"], TopologySpec(pp=2, tied=("0.up.weight",))]
     )
-    def test_what_they_share_counted_in_each(self, judged, broken, topology):
+    def test_shared_params_counted_in_each_part(self, judged, broken, topology):
         broken("N07")
         finding = first_finding(judged(**PARTS | {"topology": topology}), "equality.norm")
         assert float.fromhex(finding.got) > float.fromhex(finding.expected)
 
-    def test_a_norm_of_one_part_alone(self, judged, broken):
+    def test_norm_of_one_part_alone(self, judged, broken):
         broken("N05")
         finding = first_finding(judged(**PARTS), "equality.norm")
         assert float.fromhex(finding.got) < float.fromhex(finding.expected)
 
-    def test_clipping_that_leaves_out_what_the_norm_does(self, judged, broken):
+    def test_clipping_that_skips_params_outside_the_norm(self, judged, broken):
         broken("M75")
         finding = first_finding(judged(**PARTS), "equality.state")
         assert (finding.rank, finding.param) == (1, "0.up.bias")
 
-    def test_an_overflow_that_other_parts_do_not_hear_of(self, judged, broken):
+    def test_overflow_not_shared_with_other_parts(self, judged, broken):
         broken("I07")
         result = judged(**PARTS, data=OVERFLOW)
         assert first_finding(result, "equality.skipped").rank in (0, 2)
 
-    def test_a_part_that_loads_the_checkpoint_of_another(self, judged, broken):
+    def test_load_of_the_checkpoint_of_another_part(self, judged, broken):
         broken("C10")
         result = judged(**PARTS, reload=ReloadSpec(step=1), run=RunSpec(steps=3))
         finding = first_finding(result, "equality.load")
         assert (finding.rank, finding.step) == (1, 1)
 
-    def test_a_group_of_ranks_at_different_places(self, judged, broken):
+    def test_group_of_ranks_at_different_group_ranks(self, judged, broken):
         broken("G09")
         result = judged(world=WorldSpec(size=4), topology=TopologySpec(tp=2))
         finding = first_finding(result, "invariant.crossing")
@@ -138,29 +138,29 @@ class TestParts:
 
 
 class TestFp8:
-    """Values, and the scale beside them."""
+    """fp8 values and their scales."""
 
     @pytest.mark.parametrize("fp8_format", ["e4m3", "e5m2", "mixed"])
-    def test_unbroken_it_passes(self, judged, fp8_format):
+    def test_right_fp8_passes(self, judged, fp8_format):
         model = ModelSpec(name="fp8", hidden=5, fp8_format=fp8_format)
         assert judged(**FP8 | {"model": model}).verdict == "pass"
 
-    def test_the_greatest_of_the_own_shard(self, judged, broken):
+    def test_largest_value_of_the_own_shard_only(self, judged, broken):
         broken("D04")
         finding = first_finding(judged(**FP8), "equality.scale")
         assert (finding.rank, finding.param) == (0, "1.up.weight")
 
-    def test_the_greatest_of_the_copies(self, judged, broken):
+    def test_largest_value_of_the_replicas_only(self, judged, broken):
         broken("D08")
         finding = first_finding(judged(**FP8, **TWO_COPIES), "equality.scale")
         assert (finding.rank, finding.param) == (0, "1.up.weight")
 
-    def test_one_format_taken_for_the_other(self, judged, broken):
+    def test_swapped_fp8_formats(self, judged, broken):
         broken("D10")
         finding = first_finding(judged(**FP8), "equality.scale")
         assert finding.param.endswith("down.weight")
 
-    def test_a_stale_scale_on_one_rank(self, judged, broken):
+    def test_stale_scale_on_one_rank(self, judged, broken):
         broken("D11")
         assert first_finding(judged(**FP8), "equality.scale").rank == 1
 
@@ -169,8 +169,8 @@ class TestFp8:
         finding = first_finding(judged(**FP8), "invariant.cast")
         assert "every element is 1/2 x the expected one" in finding.message
 
-    def test_values_that_are_not_clamped(self, judged):
-        """No mutant: only a rate of learning that nobody takes leaves what a scale can hold."""
+    def test_values_without_clamping(self, judged):
+        """A local mutant, because only an absurd learning rate exceeds the range of a scale."""
 
         @mutant("X", "DTYPE", seen_in="nothing")
         def overflows(patch):
@@ -187,7 +187,7 @@ class TestFp8:
             )
         assert first_finding(result, "invariant.cast").got_value in ("inf", "-inf")
 
-    def test_a_scale_that_a_load_forgets(self, judged, broken):
+    def test_scale_that_a_load_forgets(self, judged, broken):
         broken("C11")
         result = judged(**FP8 | {"reload": ReloadSpec(step=1)})
         finding = first_finding(result, "equality.load")

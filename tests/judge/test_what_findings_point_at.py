@@ -1,4 +1,4 @@
-"""The first finding of a system that a mutant has broken points at what was broken."""
+"""First findings of mutants of the system."""
 
 import pytest
 
@@ -25,61 +25,61 @@ OVERFLOW = DataSpec(nan=NanSpec(step=0, rank=1, value="inf"))
 LATER_STEPS = RunSpec(steps=3)
 
 
-def test_the_unbroken_system_passes(judged):
+def test_right_system_passes(judged):
     result = judged()
     assert (result.verdict, result.findings) == ("pass", ())
     assert result.compared_elems > 1000
 
 
-def test_a_world_of_one_still_compares_everything(judged):
+def test_world_of_one_compares_everything(judged):
     assert judged(world=WorldSpec(size=1)).compared_elems > 500
 
 
 class TestSteps:
-    """What a step does, in the order in which it does it."""
+    """Faults of a step, in the order of its phases."""
 
-    def test_elements_that_belong_to_nobody(self, judged, broken):
+    def test_elements_without_an_owner(self, judged, broken):
         broken("L01")
         finding = first_finding(judged(), "invariant.ownership")
         assert "belong to no rank" in finding.message
         assert finding.param == "1.up.weight"
 
-    def test_gradients_left_over_from_the_step_before(self, judged, broken):
+    def test_gradients_kept_from_the_step_before(self, judged, broken):
         broken("A07")
         assert first_finding(judged(), "invariant.zero-gradients").step == 1
 
-    def test_a_gradient_that_is_dropped(self, judged, broken):
+    def test_dropped_gradient(self, judged, broken):
         broken("E05")
         finding = first_finding(judged(world=WorldSpec(size=6)), "equality.grad")
         assert finding.param.endswith("down.bias")
         assert float.fromhex(finding.got) == 0.0
 
-    def test_a_mean_for_a_sum(self, judged, broken):
+    def test_mean_instead_of_a_sum(self, judged, broken):
         broken("S07")
         finding = first_finding(judged(), "equality.grad")
         assert finding.phase == "reduce"
         assert "is 1/3 of the sum" in finding.message
 
-    def test_a_forgotten_sum(self, judged, broken):
+    def test_missing_sum(self, judged, broken):
         broken("G07")
         finding = first_finding(judged(system=SystemSpec(stage=0)), "equality.grad")
         assert "the value is the gradient of this rank alone" in finding.message
         assert "such differences" in finding.detail
 
-    def test_a_missing_division(self, judged, broken):
-        """Which Adam hides from the params."""
+    def test_missing_division(self, judged, broken):
+        """Adam hides the factor from params."""
         broken("S08")
         result = judged(optimizer=OptimizerSpec(eps=1e-30), run=RunSpec(steps=1))
         finding = first_finding(result, "equality.norm")
         assert "is 3 x that of the mean" in finding.message
         assert "the sum over 3 ranks was not divided" in finding.message
 
-    def test_clipping_that_does_nothing(self, judged, broken):
+    def test_clipping_without_effect(self, judged, broken):
         broken("M73")
         finding = first_finding(judged(optimizer=OptimizerSpec(clip_norm=1e-4)), "equality.state")
         assert finding.phase == "optimizer"
 
-    def test_a_missing_gather(self, judged, broken):
+    def test_missing_gather(self, judged, broken):
         broken("B01")
         finding = first_finding(
             judged(system=SystemSpec(bucket_elems=64, overlap_params=False)), "equality.params"
@@ -93,7 +93,7 @@ class TestSteps:
         assert (finding.rank, finding.param, finding.index) == (2, "0.up.weight", (0, 0))
         assert (finding.ulp, finding.differ_count) == (1, 1)
 
-    def test_a_rank_that_skips_a_collective(self, judged, broken):
+    def test_rank_that_skips_a_collective(self, judged, broken):
         broken("E03")
         result = judged(model=ModelSpec(name="mlp", hidden=1), world=WorldSpec(size=8))
         finding = next(found for found in result.findings if found.check == "world.contract")
@@ -101,7 +101,7 @@ class TestSteps:
 
 
 class TestPadding:
-    """Each memory is named, with the element that was written."""
+    """The memory and the written element are named."""
 
     @pytest.mark.parametrize(
         ("id", "rank", "message"),
@@ -111,7 +111,7 @@ class TestPadding:
             ("L09", 2, "buffer was written: element 450 of the sums of gradient buffer 0"),
         ],
     )
-    def test_of_what_is_kept(self, judged, broken, id, rank, message):
+    def test_padding_of_params_masters_and_sums(self, judged, broken, id, rank, message):
         broken(id)
         finding = first_finding(
             judged(
@@ -123,7 +123,7 @@ class TestPadding:
         assert message in finding.message
         assert (finding.rank, finding.step) == (rank, 0)
 
-    def test_of_gradients(self, judged, broken):
+    def test_padding_of_gradients(self, judged, broken):
         broken("M07")
         finding = first_finding(judged(system=PADDED), "invariant.zero-gradients")
         assert "element 450 of gradient buffer 0" in finding.message
@@ -132,19 +132,19 @@ class TestPadding:
 class TestOptimizer:
     """Settings of the step."""
 
-    def test_a_scale_that_never_shrinks(self, judged, broken):
+    def test_loss_scale_that_never_shrinks(self, judged, broken):
         broken("I03")
         result = judged(data=OVERFLOW, optimizer=SCALED)
         finding = first_finding(result, "equality.grad")
         assert finding.step == 1
         assert "equality.loss-scale" in {found.check for found in result.findings}
 
-    def test_a_step_that_is_not_skipped(self, judged, broken):
+    def test_step_that_is_not_skipped(self, judged, broken):
         broken("I06")
         finding = first_finding(judged(data=OVERFLOW, optimizer=SCALED), "equality.skipped")
         assert "expected True, got False" in finding.message
 
-    def test_a_frozen_param_that_moves(self, judged, broken):
+    def test_frozen_param_that_moves(self, judged, broken):
         broken("E02")
         freeze = (FreezeSpec(param="0.up.bias", start=1, stop=2),)
         result = judged(
@@ -153,15 +153,13 @@ class TestOptimizer:
         )
         assert {finding.param for finding in result.findings if finding.param} == {"0.up.bias"}
 
-    def test_groups_that_are_merged(self, judged, broken):
+    def test_merged_groups(self, judged, broken):
         broken("P01")
         groups = (ParamGroupSpec(match="bias", lr=0.1),)
         finding = first_finding(judged(optimizer=OptimizerSpec(groups=groups)), "equality.master")
         assert not finding.param.endswith("bias")
 
-    def test_a_step_that_is_never_taken_is_not_passed_because_all_were_skipped(
-        self, judged, broken
-    ):
+    def test_skipped_only_case_is_inconclusive(self, judged, broken):
         broken("P06")
         data = DataSpec(nan=NanSpec(step=0, rank=1))
         result = judged(data=data, optimizer=SCALED, run=RunSpec(steps=1))
@@ -170,7 +168,7 @@ class TestOptimizer:
 
 
 class TestCheckpoints:
-    """What a load brings back is looked at before the next step."""
+    """Loaded values are checked before the next step."""
 
     @pytest.mark.parametrize(
         ("id", "asked", "message"),
@@ -181,7 +179,7 @@ class TestCheckpoints:
             ("M97", True, "master differs from the checkpoint: the value is the working param"),
         ],
     )
-    def test_what_was_lost_or_taken(self, judged, broken, id, asked, message):
+    def test_wrong_loaded_value(self, judged, broken, id, asked, message):
         broken(id)
         result = judged(
             reload=ReloadSpec(step=1, weights_only=asked), run=LATER_STEPS, optimizer=GROWING
@@ -190,7 +188,7 @@ class TestCheckpoints:
         assert message in finding.message
         assert (finding.phase, finding.step) == ("load", 1)
 
-    def test_one_that_its_own_system_cannot_load(self, judged, broken):
+    def test_checkpoint_that_its_own_system_cannot_load(self, judged, broken):
         broken("C07")
         result = judged(
             world=WorldSpec(size=4),
@@ -203,9 +201,9 @@ class TestCheckpoints:
 
 
 class TestAnswers:
-    """An engine that does all right, and tells it wrong."""
+    """Engines that compute right and report wrong."""
 
-    def test_parts_that_are_no_longer_told(self, judged):
+    def test_parts_no_longer_reported(self, judged):
         def forgetful(engine, right):
             reported = list(right())
             yield from reported[1:] if engine._ddp.grads_reduced else reported
@@ -213,7 +211,7 @@ class TestAnswers:
         finding = first_finding(judged(WrongAnswers(parts=forgetful)), "invariant.ownership")
         assert "gone: 0.up.weight" in finding.message
 
-    def test_steps_without_the_norm_that_they_are_clipped_by(self, judged):
+    def test_clipped_step_without_a_norm(self, judged):
         def silent(engine, right, *, lr_factor):
             right(lr_factor=lr_factor)
             return StepResult(skipped=False)

@@ -1,4 +1,4 @@
-"""Norms that a target reports in fp64."""
+"""Norms reported in fp64."""
 
 from itertools import islice
 
@@ -36,7 +36,7 @@ CASE = Scenario(
 
 
 class _Clipping(WholeParamEngine):
-    """Clips as ColossalAI does: fp32 squares, their root and all that follows in fp64."""
+    """Clips as ColossalAI does: squares in fp32; root, factor and product in fp64."""
 
     def update(self):
         grads = [param.grad for param in self.named.values() if param.grad is not None]
@@ -50,24 +50,24 @@ class _Clipping(WholeParamEngine):
 
 
 def rounded(grads, group):
-    """The root in fp64 of a sum of squares that is rounded to fp32."""
+    """fp64 root of a sum of squares rounded to fp32."""
     return sum(grad.square().sum() for grad in grads).item() ** 0.5
 
 
 def exact(grads, group):
-    """The root in fp64 of a sum of squares in fp64."""
+    """fp64 root of a sum of squares in fp64."""
     return sum(grad.double().square().sum() for grad in grads).item() ** 0.5
 
 
 def over_ranks(grads, group):
-    """The root of squares that are added over ranks, though each has the whole gradient."""
+    """Root of squares added over ranks, although each rank has the whole gradient."""
     squares = torch.tensor(exact(grads, group) ** 2)
     dist.all_reduce(squares, group=group)
     return squares.item() ** 0.5
 
 
 def off(grads, group):
-    """The same as `exact`, far less than an fp32 rounding too large."""
+    """`exact`, too large by far less than an fp32 rounding."""
     return exact(grads, group) * (1 + 2.0**-36)
 
 
@@ -99,27 +99,27 @@ def verdicts(target, *, cases=40):
     return {run_case(case, target=target).verdict for case in clipped}
 
 
-def test_what_is_clipped_by_a_norm_told_in_fp64_passes():
+def test_clipping_by_a_norm_reported_in_fp64_passes():
     assert verdicts(_Target(rounded, **TOLD)) == {"pass"}
 
 
-def test_the_same_norm_told_in_fp32_is_not_what_it_was_clipped_by():
+def test_clipping_by_a_norm_reported_in_fp32_fails():
     assert "fail" in verdicts(_Target(rounded, told=torch.float32, **TOLD))
 
 
-def test_a_norm_in_fp64_is_compared_in_fp64():
+def test_fp64_norm_is_compared_in_fp64():
     assert run_case(CASE, target=_Target(exact, **ROOT)).verdict == "pass"
     found = run_case(CASE, target=_Target(off, **ROOT)).findings
     assert [each.check for each in found][:1] == ["equality.norm"]
 
 
-def test_a_norm_that_is_wrong_in_fp32_already_is_found_with_what_it_is():
+def test_norm_that_is_wrong_in_fp32_is_found():
     found = run_case(CASE, target=_Target(over_ranks, **ROOT)).findings
     assert "equality.norm" in {each.check for each in found}
 
 
 @pytest.mark.parametrize(("norm_of", "verdict"), [(exact, "pass"), (over_ranks, "fail")])
-def test_a_norm_in_fp64_lies_within_bounds(norm_of, verdict):
+def test_fp64_norm_is_checked_against_bounds(norm_of, verdict):
     unknown = Scenario(
         schema=1,
         model=CASE.model,

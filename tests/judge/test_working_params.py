@@ -1,4 +1,4 @@
-"""A param that is never trained has to stay what it was before the engine was built."""
+"""Working params: frozen ones must not change, and casts must match masters."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ CASE = {
 }
 
 
-def test_one_that_decays_is_named_after_the_only_step(judged, broken):
+def test_frozen_param_that_decays_is_named(judged, broken):
     broken("E10")
     found = first_finding(judged(**CASE), "equality.params")
     assert (found.param, found.index, found.step, found.rank) == ("frozen", (0,), 0, 0)
@@ -35,7 +35,7 @@ def change_on_rank_1(engine, right, *, lr_factor):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_rank_and_element_are_those_that_differ(judged, stage):
+def test_differing_rank_and_element_are_named(judged, stage):
     result = judged(WrongAnswers(step=change_on_rank_1), **CASE, system=SystemSpec(stage=stage))
     found = first_finding(result, "equality.params")
     assert (found.rank, found.index, found.differ_count) == (1, (3,), 1)
@@ -46,20 +46,20 @@ def move(engine, right, *, lr_factor):
     return right(lr_factor=lr_factor)
 
 
-def test_one_that_is_moved_by_a_system_with_sharded_params_is_not_observed(judged):
+def test_frozen_param_moved_by_a_sharded_system_is_not_observed(judged):
     result = judged(WrongAnswers(step=move), **CASE, system=SystemSpec(stage=3))
     assert result.verdict == "pass"
     assert "params that are never trained" in result.unobserved
 
 
-def test_all_that_the_right_system_has_is_observed(judged):
+def test_right_system_reports_all_frozen_params(judged):
     result = judged(**CASE, system=SystemSpec(stage=3))
     assert result.verdict == "pass"
     assert "params that are never trained" not in result.unobserved
 
 
 class Silent:
-    """The project's own system, which tells no more than it must."""
+    """zero_sim's own system, with required methods only."""
 
     name = "silent"
     capabilities = None
@@ -70,13 +70,13 @@ class Silent:
         return SimpleNamespace(**{name: getattr(engine, name) for name in told})
 
 
-def test_it_is_owed_where_no_update_can_be_followed(judged, broken):
+def test_frozen_param_is_checked_without_followed_updates(judged, broken):
     broken("E10")
     result = judged(Silent(), **{**CASE, "world": WorldSpec(size=3, order_known=False)})
     assert first_finding(result, "equality.params").param == "frozen"
 
 
-def test_the_cast_of_a_param_is_checked_though_another_is_not_there():
+def test_cast_is_checked_although_another_param_is_missing():
     shown = SimpleNamespace(
         rank=0,
         step=0,
