@@ -53,7 +53,7 @@ KEPT_FAST = {
     "property_tests/test_families.py::*zero_sim]": "families of drawn cases, 25 of our own system",
     f"property_tests/test_ledgers.py::{_LEDGER}[[]smoke/*": "measured calls and bytes",
     "tests/run/real/test_ranks.py::test_a_wrong_element_is_found*[[]plain]": "a case on gloo",
-    "tests/run/real/test_ranks.py::test_a_worker_that_dies_costs_one_case": "death of a process",
+    "tests/run/real/test_ranks.py::test_dead_worker_costs_one_case": "death of a process",
     "tests/backends/test_team.py::test_a_worker_that_dies_is_named*": "death of a process",
     "tests/against/test_traps.py::test_correct_script_is_equal": "a script judged by itself",
     "tests/against/test_traps.py::test_unreduced_gradients_are_different*": "a script with a fault",

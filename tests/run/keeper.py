@@ -1,4 +1,4 @@
-"""A library that counts on one rank a process, and targets around it, for tests."""
+"""Library that assumes one rank per process, and targets around it."""
 
 import sys
 
@@ -48,7 +48,7 @@ class KeeperEngine(DDPEngine):
 
 
 class Keeper:
-    """What a user would write for that library."""
+    """Target as a user of the library would write it."""
 
     name = "keeper"
     capabilities = Capabilities(stages=(0,))

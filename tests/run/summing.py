@@ -1,4 +1,4 @@
-"""Ten lines around an optimizer, which report params and perhaps gradients; some never average."""
+"""Minimal engines that report params and perhaps gradients; some never average."""
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ CASE = Scenario(
     world=WorldSpec(size=3),
     system=SystemSpec(stage=0),
 )
-"""A case that these targets can be asked for."""
+"""Case within the capabilities of these targets."""
 
 
 class Engine:
@@ -23,8 +23,8 @@ class Engine:
         module: The model.
         scenario: The case.
         group: All ranks.
-        averages: Whether the sum is divided by the number of ranks.
-        keeps: Whether `.grad` holds the sum again after the step.
+        averages: True if the sum is divided by the number of ranks.
+        keeps: True if `.grad` contains the sum again after the step.
     """
 
     def __init__(self, module, scenario, group, *, averages, keeps):
@@ -59,14 +59,14 @@ class Engine:
 
 
 class Target:
-    """A target around that engine.
+    """Target around the engine.
 
     Args:
-        optimizers: Those that it can be asked for.
-        shows: Whether params show gradients after a step.
+        optimizers: Supported optimizers.
+        shows: True if params contain gradients after a step.
         averages: As for `Engine`.
         keeps: As for `Engine`.
-        follows: Options that it obeys.
+        follows: Supported options.
         numerics: Further fields of `Numerics`.
     """
 
@@ -91,21 +91,21 @@ class Target:
 
 
 class Undivided(Target):
-    """Never averages, in a form that the command line can import."""
+    """Never averages; importable by the command line."""
 
     def __init__(self):
         super().__init__(averages=False)
 
 
 class ShowsMeans(Target):
-    """Shows averaged gradients and does not declare it."""
+    """Shows averaged gradients without declaring it."""
 
     def __init__(self):
         super().__init__(shows=True)
 
 
 class UndividedAdam(Target):
-    """Never averages, and has one optimizer."""
+    """Never averages, and supports only AdamW."""
 
     def __init__(self):
         super().__init__("adamw", averages=False)

@@ -1,4 +1,4 @@
-"""A checkpoint that is written while training goes on has what there was when it was begun."""
+"""An asynchronous checkpoint contains the state at the start of the save."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -48,7 +48,7 @@ def judged(pool, target=None, mutant=None, **parts):
     return result
 
 
-def test_the_first_world_trains_on_and_the_second_begins_where_the_save_did(tmp_path):
+def test_second_world_starts_at_the_save_step(tmp_path):
     before, after = segments_of(CASE, folder=tmp_path)
     assert (before.start, before.save_step, before.stop) == (0, 1, 3)
     assert (after.start, after.save_step, after.stop) == (1, None, 4)
@@ -56,7 +56,7 @@ def test_the_first_world_trains_on_and_the_second_begins_where_the_save_did(tmp_
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("form", ["sharded", "consolidated"])
-def test_our_own_system_goes_back_to_what_there_was(pool, stage, form):
+def test_own_system_resumes_from_the_save_step(pool, stage, form):
     result = judged(
         pool,
         system=SystemSpec(stage=stage, bucket_elems=20),
@@ -80,13 +80,13 @@ def test_our_own_system_goes_back_to_what_there_was(pool, stage, form):
     "weights-only", "to-the-end", "ring", "scale", "overflow", "offloaded", "fp8", "experts",
     "parts", "frozen",
 ])  # fmt: skip
-def test_beside_other_features_too(pool, parts):
+def test_async_save_passes_with_other_features(pool, parts):
     result = judged(pool, **parts)
     assert (result.verdict, result.findings) == ("pass", ())
 
 
 @pytest.mark.parametrize("overlap", ["grads", "params"])
-def test_what_is_waited_for_before_a_save_is_no_overlap_that_failed(pool, overlap):
+def test_waits_before_a_save_are_not_failed_overlap(pool, overlap):
     system = SystemSpec(bucket_elems=10, **{f"overlap_{overlap}": True})
     result = judged(pool, system=system)
     assert (result.verdict, result.findings) == ("pass", ())
@@ -96,27 +96,27 @@ def test_what_is_waited_for_before_a_save_is_no_overlap_that_failed(pool, overla
     ("C15", "the fp32 master"), ("C16", "optimizer state"), ("C17", "the fp32 master"),
     ("C18", "the fp32 master"),
 ])  # fmt: skip
-def test_what_was_trained_meanwhile_is_found_right_after_the_load(pool, mutant, what):
+def test_later_training_in_a_checkpoint_is_found_after_the_load(pool, mutant, what):
     finding = judged(pool, mutant=mutant).findings[0]
     assert (finding.check, finding.step) == ("equality.load", LATER.step)
     assert what in finding.message
 
 
-def test_a_loss_scale_of_the_end_is_found_right_after_the_load(pool):
+def test_later_loss_scale_is_found_after_the_load(pool):
     finding = judged(pool, mutant="C19", optimizer=SCALED).findings[0]
     assert (finding.check, finding.step) == ("equality.load", LATER.step)
     assert "the loss scale" in finding.message
 
 
-def test_a_step_that_is_wrong_meanwhile_is_found_in_its_own_world(pool):
-    """Steps after the save began are judged like all others."""
+def test_wrong_step_during_a_save_is_found_in_its_own_world(pool):
+    """Steps after the start of a save are judged like all others."""
     result = judged(pool, mutant="M41", run=RunSpec(steps=4, micro_batches=2))
     assert result.verdict == "fail"
     assert "checkpoint was loaded" not in result.findings[0].message
 
 
 class Saving(Engine):
-    """DDP by hand with a checkpoint in memory, copied when it is begun."""
+    """Minimal DDP with a checkpoint in memory, copied when the save starts."""
 
     files: ClassVar[dict[object, object]] = {}
 
@@ -177,7 +177,7 @@ class Target:
 PLAIN = {"optimizer": OptimizerSpec(name="sgd", lr=0.1), "system": SystemSpec(stage=0)}
 
 
-def test_a_system_of_somebody_else_is_held_to_it(pool):
+def test_user_engine_is_checked(pool):
     assert judged(pool, Target(Saving), **PLAIN).verdict == "pass"
     finding = judged(pool, Target(KeepsViews), **PLAIN).findings[0]
     assert (finding.check, finding.step) == ("equality.load", LATER.step)
@@ -188,13 +188,13 @@ def test_a_system_of_somebody_else_is_held_to_it(pool):
     (NoSaveAsync, "expected NoSaveAsync to have save_async(path, *, form), because its target"),
     (NoHandle, "expected `save_async` of NoHandle to return an object with wait(), got None"),
 ])  # fmt: skip
-def test_a_target_that_cannot_do_what_it_declares_is_told_which_method(pool, engine, message):
+def test_target_without_the_declared_method_is_an_error(pool, engine, message):
     result = judged(pool, Target(engine), **PLAIN)
     assert result.verdict == "error"
     assert message in result.error
 
 
-def test_targets_that_do_not_declare_it_are_not_asked():
+def test_undeclared_async_save_is_refused():
     class Waiting(Target):
         capabilities = Capabilities(stages=(0,), optimizers=("sgd",), follows=("reload",))
 
@@ -202,7 +202,7 @@ def test_targets_that_do_not_declare_it_are_not_asked():
         check_asked(Waiting(Saving), replace(CASE, **PLAIN))
 
 
-def test_the_checkpoint_is_complete_within_the_run():
+def test_checkpoint_must_be_complete_within_the_run():
     (problem,) = check_scenario(replace(CASE, reload=ReloadSpec(step=2, async_steps=3)))
     assert problem.path == "reload.async_steps"
     assert problem.message == (

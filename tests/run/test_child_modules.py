@@ -1,4 +1,4 @@
-"""Bare params in child modules: tied siblings, modules that do not run, params of one rank."""
+"""Bare params in child modules: tied siblings, skipped modules, params of one rank."""
 
 from dataclasses import replace
 from functools import partial
@@ -42,7 +42,7 @@ SYSTEMS = {
 
 
 class Summing(Engine):
-    """Right: it sums what each gradient is, or zeros."""
+    """Right engine: sums each gradient, or zeros."""
 
     def __init__(self, module, scenario, group):
         super().__init__(module, scenario, group, averages=True, keeps=False)
@@ -59,7 +59,7 @@ class Summing(Engine):
 
 
 class GathersAtHome(Summing):
-    """Has a param in place only while the module runs that registered it first."""
+    """Params contain their values only while the module runs that registered them first."""
 
     def __init__(self, module, scenario, group):
         super().__init__(module, scenario, group)
@@ -91,7 +91,7 @@ class GathersAtHome(Summing):
 
 
 class GathersAhead(GathersAtHome):
-    """As before, but it frees a param only when the whole forward is over."""
+    """Like `GathersAtHome`, but reshards only at the end of the whole forward."""
 
     def free(self, params, module, args, output):
         if module is self.module:
@@ -99,7 +99,7 @@ class GathersAhead(GathersAtHome):
 
 
 class ReducesByModule(Summing):
-    """Sums the gradients of a module when backward has come to its output."""
+    """Sums the gradients of a module when backward reaches its output."""
 
     def __init__(self, module, scenario, group):
         super().__init__(module, scenario, group)
@@ -120,7 +120,7 @@ class ReducesByModule(Summing):
 
 
 class KeepsOldGradients(Summing):
-    """Has gradients in a buffer that a new one overwrites, and nothing zeroes."""
+    """Keeps gradients in a buffer that only new gradients overwrite."""
 
     def __init__(self, module, scenario, group):
         super().__init__(module, scenario, group)
@@ -134,7 +134,7 @@ class KeepsOldGradients(Summing):
 
 
 class SumsMatrices(Summing):
-    """Sums the first two dimensions alone."""
+    """Sums only the first slice beyond two dimensions."""
 
     def reduced(self, param):
         whole = super().reduced(param)
@@ -146,7 +146,7 @@ class SumsMatrices(Summing):
 
 
 class Target:
-    """A target around one of these."""
+    """Target around one of these engines."""
 
     name = "child-modules"
     capabilities = Capabilities(
@@ -169,13 +169,13 @@ def judged(pool, model, *, engine=None, **parts):
 
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("model", MODELS)
-def test_our_own_system_is_right(pool, model, system):
+def test_own_system_passes(pool, model, system):
     result = judged(pool, MODELS[model], system=SYSTEMS[system], world=WorldSpec(size=2))
     assert (result.verdict, result.findings) == ("pass", ())
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_so_is_a_right_engine(pool, model):
+def test_right_engine_passes(pool, model):
     assert judged(pool, MODELS[model], engine=Summing).verdict == "pass"
 
 
@@ -191,7 +191,7 @@ def test_so_is_a_right_engine(pool, model):
     ],
     ids=["sibling", "sibling first", "sibling before", "one rank", "skipped", "deep"],
 )
-def test_a_fault_is_found_that_other_cases_do_not_show(pool, engine, before, now):
+def test_fault_is_found_by_the_new_case_only(pool, engine, before, now):
     target = Target(engine)
     target.capabilities = replace(
         target.capabilities, follows=(*target.capabilities.follows, "model.unused")

@@ -1,4 +1,4 @@
-"""dp-cp groups are judged one by one, and nothing may join two of them."""
+"""dp-cp groups are judged separately, and no call may join two of them."""
 
 from dataclasses import replace
 
@@ -23,14 +23,14 @@ def record(*ranks):
     )
 
 
-def test_without_tp_and_pp_the_world_is_one_cell():
+def test_world_without_tp_and_pp_is_one_group():
     case = scenario(cp=2)
     (dp_cp_group,) = dp_cp_groups_of(case)
     assert dp_cp_group.ranks == tuple(range(8))
     assert dp_cp_group.scenario is case
 
 
-def test_each_cell_sees_its_own_size_seed_and_nan():
+def test_each_group_has_its_own_size_seed_and_nan():
     first, second = dp_cp_groups_of(scenario(tp=2))
     assert (first.ranks, second.ranks) == ((0, 2, 4, 6), (1, 3, 5, 7))
     assert first.scenario.world.size == second.scenario.world.size == 4
@@ -39,15 +39,15 @@ def test_each_cell_sees_its_own_size_seed_and_nan():
     assert second.scenario.data.nan.rank == 2
 
 
-def test_a_nan_of_a_rank_that_is_gone_is_in_no_part_of_a_model():
-    """Behind a checkpoint there may be fewer ranks."""
+def test_nan_of_an_absent_rank_is_in_no_group():
+    """After a reload there may be fewer ranks."""
     case = scenario(tp=2, shared=("positions.weight",))
     split = replace(case, model=ModelSpec(name="tp-block"), world=WorldSpec(size=4))
     parts = dp_cp_groups_of(split)
     assert [part.scenario.data.nan for part in parts] == [None, None]
 
 
-def test_a_collective_across_cells_is_a_finding():
+def test_collective_across_groups_is_a_finding():
     dp_cp_groups = dp_cp_groups_of(scenario(tp=2))
     assert not list(check_crossing([record(0, 2, 4, 6), record(1, 3)], dp_cp_groups))
     (finding,) = check_crossing([record(0, 2), record(2, 5)], dp_cp_groups)
@@ -55,8 +55,8 @@ def test_a_collective_across_cells_is_a_finding():
     assert "[2, 5]" in finding.message
 
 
-def test_ranks_at_one_place_of_all_cells_may_meet():
-    """That is how cells agree on a norm: 0 1 and 2 3 with two tp ranks."""
+def test_equal_group_ranks_of_all_groups_may_communicate():
+    """Groups agree on a norm this way: 0 1 and 2 3 with two tp ranks."""
     dp_cp_groups = dp_cp_groups_of(scenario(tp=2))
     assert not list(check_crossing([record(0, 1), record(2, 3)], dp_cp_groups))
     dp_cp_groups = dp_cp_groups_of(scenario(tp=2, pp=2))
@@ -64,8 +64,8 @@ def test_ranks_at_one_place_of_all_cells_may_meet():
     assert list(check_crossing([record(0, 1, 2)], dp_cp_groups))
 
 
-def test_the_copies_of_later_ranks_do_not_count():
-    """Shared over tp: counted where tp is 0; tied over pp: where pp is 0."""
+def test_shared_and_tied_params_count_once():
+    """Shared params count at tp rank 0, tied params at pp rank 0."""
     dp_cp_groups = dp_cp_groups_of(scenario(tp=2, pp=2, shared=("bias",), tied=("w",)))
     assert [dp_cp_group.ranks[0] for dp_cp_group in dp_cp_groups] == [0, 1, 4, 5]
     assert [dp_cp_group.uncounted for dp_cp_group in dp_cp_groups] == [
@@ -76,5 +76,5 @@ def test_the_copies_of_later_ranks_do_not_count():
     ]
 
 
-def test_a_world_of_one_cell_may_join_anyone():
+def test_world_of_one_group_may_use_any_ranks():
     assert not list(check_crossing([record(0, 5)], dp_cp_groups_of(scenario())))

@@ -1,4 +1,4 @@
-"""A forward under no_grad, between two steps or within one."""
+"""Forward passes under no_grad, between two steps or within one."""
 
 from dataclasses import replace
 
@@ -21,10 +21,10 @@ SYSTEMS = {
 
 
 class LazyEngine(Engine):
-    """Copies masters to the params before a forward, unless it has done so since a backward.
+    """Copies masters to params before a forward, unless done since the last backward.
 
     Args:
-        forgets: Whether a step leaves no param for the next forward.
+        forgets: True if the next forward after a step copies masters again.
         others: As for `Engine`.
     """
 
@@ -62,7 +62,7 @@ class LazyEngine(Engine):
 
 
 class LazyTarget(Target):
-    """A target around that engine."""
+    """Target around the engine."""
 
     def __init__(self, *, forgets):
         super().__init__("adamw")
@@ -81,17 +81,17 @@ def judged(pool, when, *, target=None, **parts):
 
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_our_own_system_gathers_and_frees(pool, when, system):
+def test_own_system_gathers_and_reshards(pool, when, system):
     result = judged(pool, when, system=SYSTEMS[system])
     assert (result.verdict, result.findings) == ("pass", ())
 
 
 @pytest.mark.parametrize("when", ["never", *WHEN])
-def test_an_engine_that_gathers_after_a_step_is_right(pool, when):
+def test_engine_that_gathers_after_a_step_passes(pool, when):
     assert judged(pool, when, target=LazyTarget(forgets=True)).verdict == "pass"
 
 
-def test_params_that_stay_whole_over_a_step_are_found(pool):
+def test_stale_params_after_a_step_are_found(pool):
     target = LazyTarget(forgets=False)
     assert judged(pool, "never", target=target).verdict == "pass"
     result = judged(pool, "within-step", target=target)
@@ -99,7 +99,7 @@ def test_params_that_stay_whole_over_a_step_are_found(pool):
     assert "equality.loss" in {finding.check for finding in result.findings}
 
 
-def test_another_loss_under_no_grad_is_found(pool, monkeypatch):
+def test_different_loss_under_no_grad_is_found(pool, monkeypatch):
     def build(self, module, **named):
         engine = Target.build(self, module, **named)
         module.register_forward_hook(
@@ -115,7 +115,7 @@ def test_another_loss_under_no_grad_is_found(pool, monkeypatch):
     assert "under no_grad" in first.message
 
 
-def test_gathers_under_no_grad_are_counted(pool, monkeypatch):
+def test_extra_gather_under_no_grad_is_found(pool, monkeypatch):
     leave = OnUse._leave
 
     def leave_twice(self, unit, *, has_backward):

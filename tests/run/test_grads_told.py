@@ -1,4 +1,4 @@
-"""Where a target reports gradients is worked out if it does not declare it."""
+"""Inference of the point at which a target reports gradients, if it declares none."""
 
 from dataclasses import replace
 
@@ -44,12 +44,12 @@ def taken(result):
     ],
     ids=["means", "means, without sgd", "sums", "not observed", "clipped", "parts"],
 )
-def test_the_point_that_fits_is_taken_and_named(pool, target, scenario, expected):
+def test_fitting_point_is_inferred_and_noted(pool, target, scenario, expected):
     result = run_case(scenario, pool=pool, target=target)
     assert (result.verdict, taken(result)) == ("pass", expected)
 
 
-def test_it_is_worked_out_once_for_a_target(pool, monkeypatch):
+def test_point_is_inferred_once_per_target(pool, monkeypatch):
     judged = []
 
     def judge(scenario, *args, **named):
@@ -65,7 +65,7 @@ def test_it_is_worked_out_once_for_a_target(pool, monkeypatch):
     assert judged[-1] == "second"
 
 
-def test_a_declared_point_is_not_changed(pool):
+def test_declared_point_is_not_changed(pool):
     target = Target(shows=True, grads_told="before-division")
     result = run_case(CASE, pool=pool, target=target)
     assert result.findings[0].check == "equality.grad"
@@ -73,23 +73,23 @@ def test_a_declared_point_is_not_changed(pool):
     assert taken(result) == []
 
 
-def test_a_gradient_that_is_wrong_at_every_point_stays_a_finding(pool):
-    # It divides by 3, which is twice what it declares.
+def test_gradient_wrong_at_every_point_is_a_finding(pool):
+    # Divides by 3, twice the declared divisor.
     target = Target(shows=True, divide_by=1.5)
     result = run_case(SGD, pool=pool, target=target)
     assert (result.verdict, result.findings[0].check) == ("fail", "equality.grad")
     assert taken(result) == []
 
 
-def test_without_a_case_that_shows_the_division_it_is_not_observed(pool):
-    """Sums fit, with AdamW alone; nothing shows that they are averaged afterwards."""
+def test_unproven_division_is_not_observed(pool):
+    """Sums fit, but with AdamW only, which cannot show the division."""
     target = Target("adamw", shows=True, averages=False)
     result = run_case(CASE, pool=pool, target=target)
     assert (result.verdict, result.scope, taken(result)) == ("pass", "params-only", [])
     assert "division of gradients" in result.unobserved
 
 
-def test_where_the_order_is_not_known_it_is_worked_out_too(pool):
+def test_point_is_inferred_in_unknown_order(pool):
     case = replace(CASE, world=WorldSpec(size=3, order_known=False))
     result = run_case(case, pool=pool, target=Ruled({"told": "after-division"}))
     assert (result.verdict, taken(result)) == ("pass", ["'after-division'"])
@@ -103,5 +103,5 @@ SHIPPED = [
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_every_shipped_target_declares_it(name):
+def test_every_shipped_target_declares_the_point(name):
     assert numerics_of(find_target(name), CASE).grads_told is not None

@@ -1,4 +1,4 @@
-"""Cases on several processes at once: as on one, and told in the same order."""
+"""Cases on several processes: results and their order equal those of one process."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -59,19 +59,19 @@ def on_processes(cases, chosen):
 
 @pytest.fixture(scope="module")
 def results():
-    """Of every case, on one process and on two."""
+    """Results of every case, on one process and on two."""
     with open_judge(Chosen(explainer=EXPLAINER)) as judge:
         alone = [judge(case) for case in CASES]
     with on_processes(CASES, Chosen(explainer=EXPLAINER)) as judge:
         return alone, [judge(case) for case in CASES]
 
 
-def test_results_come_in_the_order_asked(results):
+def test_results_keep_the_order_of_cases(results):
     _, shared = results
     assert [result.id for result in shared] == [case.name for case in CASES]
 
 
-def test_verdicts_and_findings_are_the_same(results):
+def test_verdicts_and_findings_equal_those_of_one_process(results):
     def told(result):
         found = [(each.check, each.message, each.rank, each.got) for each in result.findings]
         return result.verdict, result.error, found, result.owed, result.log_digest
@@ -82,14 +82,14 @@ def test_verdicts_and_findings_are_the_same(results):
     assert [result.verdict for result in shared] == verdicts
 
 
-def test_a_failing_case_comes_with_its_log_and_the_tensors_of_its_findings(results):
+def test_failing_case_returns_its_log_and_evidence(results):
     alone, shared = results
     assert [log.digest() for log in shared[2].logs] == [log.digest() for log in alone[2].logs]
     here, there = (result.findings[0].evidence for result in (alone[2], shared[2]))
     assert torch.equal(here.got, there.got)
 
 
-def test_logs_of_passing_cases_come_where_they_are_kept():
+def test_logs_of_passing_cases_are_returned_if_kept():
     with on_processes([CASE] * 2, Chosen(keep_logs=True, explainer=EXPLAINER)) as judge:
         assert all(judge(CASE).logs for _ in range(2))
 
@@ -102,7 +102,7 @@ def mine(tmp_path, monkeypatch):
     return Chosen(target="a_target_of_jobs:Mine", explainer=EXPLAINER)
 
 
-def test_a_process_that_dies_costs_the_case_that_it_was_at(mine):
+def test_dead_process_costs_its_current_case(mine):
     cases = [replace(CASE, name=name) for name in ("dies", "one", "two", "dies", "three")]
     with on_processes(cases, mine) as judge:
         results = [judge(case) for case in cases]
@@ -111,7 +111,7 @@ def test_a_process_that_dies_costs_the_case_that_it_was_at(mine):
     assert [found.check for found in results[0].findings] == ["internal.process-died"]
 
 
-def test_what_judging_raises_is_told_as_by_one_process(mine):
+def test_errors_of_judging_equal_those_of_one_process(mine):
     cases = [replace(CASE, name=name) for name in ("lacks", "crashes", "one")]
     with on_processes(cases, mine) as judge:
         with pytest.raises(ZeroSimError, match="expected a device, got none") as raised:
@@ -123,6 +123,6 @@ def test_what_judging_raises_is_told_as_by_one_process(mine):
         assert judge(cases[2]).verdict == "pass"
 
 
-def test_a_target_that_is_not_there_is_told_before_a_process_begins():
+def test_missing_target_is_an_error_before_a_process_starts():
     with pytest.raises(UsageError, match="importable module"):
         JobsJudge([CASE], jobs=2, chosen=Chosen(target="no_such_module:Mine", explainer=""))

@@ -1,4 +1,4 @@
-"""A case with a second layout is expected to have its params and state, bit for bit."""
+"""Both layouts of a pair must have the same params and state, bit for bit."""
 
 from dataclasses import replace
 
@@ -32,18 +32,18 @@ OF_ONE_RANK = replace(CASE, data=DataSpec(ranks="same"), pair=PairSpec(stage=0, 
 
 
 @pytest.mark.parametrize("case", [CASE, OF_ONE_RANK], ids=["stage", "ranks"])
-def test_an_optimizer_that_reads_whole_params_passes_without_a_rule(pool, case):
+def test_optimizer_of_unsharded_params_passes_without_a_rule(pool, case):
     result = run_case(case, pool=pool, target=Fixed())
     assert (result.verdict, result.scope) == ("pass", "full")
 
 
-class TestStateByTheSizeOfAShard:
-    def test_is_found_at_its_first_step_and_key(self, pool):
+class TestLayoutDependentState:
+    def test_first_step_and_key_are_named(self, pool):
         found = run_case(CASE, pool=pool, target=Faulty()).findings[0]
         assert (found.check, found.step, found.param) == ("equality.layout", 0, "p0")
         assert found.message == "optimizer state 'momentum' differs"
 
-    def test_is_shown_with_both_values_and_both_layouts(self, pool):
+    def test_both_values_and_layouts_are_printed(self, pool):
         found = run_case(OF_ONE_RANK, pool=pool, target=Faulty()).findings[0]
         assert found.expected_value != found.got_value
         assert found.detail.startswith(
@@ -51,32 +51,32 @@ class TestStateByTheSizeOfAShard:
             "got: in the layout world.size = 2, system.stage = 1"
         )
 
-    def test_is_found_if_the_second_layout_has_the_shards(self, pool):
+    def test_sharded_second_layout_is_compared(self, pool):
         turned = replace(CASE, system=SystemSpec(stage=0), pair=PairSpec(stage=1))
         assert run_case(turned, pool=pool, target=Faulty()).findings[0].check == "equality.layout"
 
-    def test_is_found_in_params_of_an_engine_that_reports_nothing_else(self, pool):
+    def test_params_alone_show_the_difference(self, pool):
         found = run_case(CASE, pool=pool, target=WithoutParts()).findings[0]
         assert (found.check, found.param) == ("equality.layout", "p0")
 
-    def test_may_be_expected(self, pool):
+    def test_difference_may_be_expected(self, pool):
         case = replace(CASE, expect=ExpectSpec(finding="equality.layout"))
         assert run_case(case, pool=pool, target=Faulty()).verdict == "pass"
 
 
 class Twice(Fixed):
-    """Gradients are summed twice."""
+    """Sums gradients twice."""
 
     sums = 2
 
 
 @pytest.mark.parametrize("stages", [(1, 0), (0, 1)])
-def test_a_gradient_that_is_wrong_in_both_layouts_is_found_by_the_reference(pool, stages):
+def test_gradient_wrong_in_both_layouts_is_found_by_the_reference(pool, stages):
     case = replace(CASE, system=SystemSpec(stage=stages[0]), pair=PairSpec(stage=stages[1]))
     assert run_case(case, pool=pool, target=Twice()).findings[0].check == "equality.grad"
 
 
-def test_our_own_system_is_independent_of_its_layout(pool):
+def test_own_system_is_independent_of_its_layout(pool):
     case = replace(
         CASE,
         system=SystemSpec(stage=3, bucket_elems=4),
@@ -87,7 +87,7 @@ def test_our_own_system_is_independent_of_its_layout(pool):
     assert run_case(case, pool=pool).verdict == "pass"
 
 
-def test_the_rule_of_the_reference_still_judges_the_second_layout(pool, monkeypatch):
+def test_reference_judges_the_second_layout(pool, monkeypatch):
     case = replace(CASE, optimizer=OptimizerSpec(lr=0.1))
     build = ZeroSimTarget.build
 
@@ -101,20 +101,20 @@ def test_the_rule_of_the_reference_still_judges_the_second_layout(pool, monkeypa
     assert found.detail.startswith("found in the second layout of the pair")
 
 
-class TestRefusedIs:
-    def test_a_case_of_one_layout_without_a_rule(self):
+class TestRefusals:
+    def test_case_of_one_layout_without_a_rule(self):
         (problem,) = refusals(Fixed(), replace(CASE, pair=None))
         assert problem.path == "pair"
 
-    def test_a_layout_that_the_target_does_not_declare(self):
+    def test_undeclared_layout(self):
         (problem,) = refusals(Fixed(), replace(CASE, pair=PairSpec(bucket_elems=1)))
         assert problem.path == "pair.bucket_elems"
 
-    def test_a_second_layout_that_the_target_cannot_be_asked_for(self):
+    def test_second_layout_outside_the_capabilities(self):
         (problem,) = refusals(Fixed(), replace(CASE, pair=PairSpec(stage=3)))
         assert problem.path == "pair.stage"
 
 
-def test_capabilities_refuse_what_is_no_part_of_a_layout():
+def test_capabilities_accept_fields_of_a_layout_only():
     with pytest.raises(Exception, match=r"Capabilities.independent_of.*run.steps"):
         Capabilities(independent_of=("run.steps",))

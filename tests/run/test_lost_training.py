@@ -1,4 +1,4 @@
-"""A checkpoint that is loaded where an engine has trained, or that is not the first one."""
+"""Loads after discarded training, and checkpoints that are not the first one."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -47,7 +47,7 @@ def judged(pool, target=None, **parts):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("lost", LOST)
-def test_nothing_is_left_in_our_own_system(pool, stage, lost):
+def test_own_system_keeps_nothing_of_lost_training(pool, stage, lost):
     system = SystemSpec(stage=stage, bucket_elems=20)
     result = judged(pool, system=system, reload=replace(LOST[lost], world_size=3))
     assert (result.verdict, result.findings) == ("pass", ())
@@ -68,13 +68,13 @@ def test_nothing_is_left_in_our_own_system(pool, stage, lost):
     ],
     ids=["ring", "overlapped", "every", "scaled", "offloaded", "fp8", "experts", "parts", "frozen"],
 )
-def test_nor_beside_other_features(pool, parts):
+def test_lost_training_passes_with_other_features(pool, parts):
     result = judged(pool, reload=LOST["both"], **parts)
     assert (result.verdict, result.findings) == ("pass", ())
 
 
 class Saving(Engine):
-    """DDP by hand with checkpoints in memory."""
+    """Minimal DDP with checkpoints in memory."""
 
     files: ClassVar[dict[object, object]] = {}
 
@@ -101,7 +101,7 @@ class KeepsState(Saving):
 
 
 class KeepsSums(Saving):
-    """Accumulates in memory of its own, which only a step makes zero."""
+    """Accumulates in its own memory, which only a step clears."""
 
     def __init__(self, module, scenario, group):
         super().__init__(module, scenario, group)
@@ -121,7 +121,7 @@ class KeepsSums(Saving):
 
 
 class SavesFirst(Saving):
-    """Collects the state to save once."""
+    """Collects the state to save only once."""
 
     def save(self, path, *, form):
         if not hasattr(self, "state"):
@@ -144,7 +144,7 @@ class Target:
 
 
 @pytest.mark.parametrize("lost", LOST)
-def test_a_right_system_of_somebody_else_passes(pool, lost):
+def test_right_user_engine_passes(pool, lost):
     result = judged(pool, Target(Saving), system=SystemSpec(stage=0), reload=LOST[lost])
     assert (result.verdict, result.findings) == ("pass", ())
 
@@ -154,7 +154,7 @@ def test_a_right_system_of_somebody_else_passes(pool, lost):
     (KeepsSums, LOST["micro-batch"]),
     (SavesFirst, ReloadSpec(step=1, early_save=True)),
 ])  # fmt: skip
-def test_what_is_left_is_found_and_only_there(pool, engine, reload):
+def test_remains_of_lost_training_are_found(pool, engine, reload):
     target, system = Target(engine), SystemSpec(stage=0)
     assert judged(pool, target, system=system).verdict == "pass"
     result = judged(pool, target, system=system, reload=reload)
@@ -165,13 +165,13 @@ def test_what_is_left_is_found_and_only_there(pool, engine, reload):
     (ReloadSpec(step=1, lost_steps=1, weights_only=True), "reload.weights_only"),
     (ReloadSpec(step=1, lost_micro_batches=3), "reload.lost_micro_batches"),
 ])  # fmt: skip
-def test_what_cannot_be_lost_is_refused(reload, path):
+def test_impossible_lost_training_is_refused(reload, path):
     (problem,) = check_scenario(replace(CASE, reload=reload))
     assert problem.path == path
 
 
-def test_gradients_of_params_that_were_frozen_in_lost_training_are_seen_to_arrive(pool):
-    """Else memory within the step would seem to have no reason."""
+def test_gradients_of_params_frozen_in_lost_training_are_observed(pool):
+    """Otherwise memory within the step would look unexplained."""
     model = ModelSpec(
         name="params", shapes=((1,), (1,)), nested=True, tied=("p1",), tied_first=True,
         freeze=(FreezeSpec(param="m0.p0", start=1, stop=2),),

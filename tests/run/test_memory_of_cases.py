@@ -1,4 +1,4 @@
-"""Nothing of a case is kept when it is over: thousands of them run in one process."""
+"""A finished case leaves nothing in memory, because one process runs thousands of cases."""
 
 import gc
 import weakref
@@ -23,7 +23,7 @@ WAYS = [
 
 @pytest.fixture
 def built(monkeypatch):
-    """Weak references to all wrappers that are built."""
+    """Collect weak references to all wrappers that are built."""
     made = []
     right = DistributedDataParallel.__init__
 
@@ -52,7 +52,7 @@ def alive(built):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
-def test_the_next_case_in_a_world_finds_nothing_of_the_last_one(built, way):
+def test_finished_case_is_freed(built, way):
     with WorldPool() as pool:
         assert run_case(case(way), pool=pool).verdict == "pass"
         first = len(built)
@@ -62,15 +62,15 @@ def test_the_next_case_in_a_world_finds_nothing_of_the_last_one(built, way):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
-def test_nor_does_a_measured_run_leave_anything(built, way):
+def test_measured_run_is_freed(built, way):
     measure(case(way))
     assert len(built) == 4
     assert alive(built) == []
 
 
 @pytest.mark.parametrize("sum_by", ["all-reduce", "first-rank"])
-def test_memory_behind_units_that_join_two_variants_is_found(sum_by):
-    """The class of such a unit is made where variants are chosen, beside none of them."""
+def test_memory_of_units_with_two_variants_is_followed(sum_by):
+    """The class of such a unit is created at the choice of variants, not in a variant's module."""
     system = SystemSpec(stage=2, sum_by=sum_by, gather_chunk_elems=1, arena=True)
     scenario = Scenario(
         schema=1,

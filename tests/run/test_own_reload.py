@@ -1,4 +1,4 @@
-"""Optimizers of a target's own go on from checkpoints, in other worlds and after lost steps."""
+"""Targets with their own optimizer resume in other worlds and after lost steps."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ RELOADS = {
 
 
 class SavingEngine(Engine):
-    """Each rank saves its shard; each loads all of them."""
+    """Saves a shard per rank; every rank loads all shards."""
 
     def save(self, path, *, form):
         path.mkdir(exist_ok=True)
@@ -54,7 +54,7 @@ class SavingEngine(Engine):
 
 
 def saving(target, mistake=""):
-    """The same target, with checkpoints."""
+    """Return the target with checkpoints."""
     able = target.capabilities
     able = replace(able, follows=(*able.follows, "reload"), only=(("reload.form", ("sharded",)),))
 
@@ -72,7 +72,7 @@ def case(reload):
 
 @pytest.mark.parametrize("target", [ByStep, ByOptimizer, WithSigmoid])
 @pytest.mark.parametrize("reload", RELOADS)
-def test_a_right_one_goes_on(target, reload):
+def test_right_optimizer_resumes(target, reload):
     result = run_case(case(reload), target=saving(target))
     assert (result.verdict, result.findings, result.error) == ("pass", (), "")
 
@@ -81,7 +81,7 @@ def test_a_right_one_goes_on(target, reload):
     ("mistake", "reload"),
     [("state stays", "larger"), ("state stays", "lost weights"), ("count restarts", "plain")],
 )
-def test_state_that_does_not_come_back_is_found(mistake, reload):
+def test_state_that_is_not_restored_is_found(mistake, reload):
     result = run_case(case(reload), target=saving(ByStep, mistake))
     assert result.verdict == "fail"
     assert result.findings[0].check in {"equality.load", "equality.state", "equality.master"}

@@ -1,4 +1,4 @@
-"""Targets with an update rule of their own: right ones pass, and mistakes are found."""
+"""Targets with their own update rule: right ones pass, and mistakes are found."""
 
 import re
 import warnings
@@ -42,7 +42,7 @@ def _deprecated():
 
 @pytest.mark.parametrize("case", [CASE, UNKNOWN], ids=["known", "unknown"])
 @pytest.mark.parametrize("target", [ByStep(), ByOptimizer()], ids=["step", "optimizer"])
-def test_a_right_one_passes_with_all_its_state(target, case):
+def test_right_rule_passes_with_all_its_state(target, case):
     result = run_case(case, target=target)
     assert result.verdict == "pass"
     assert result.scope == "full"
@@ -51,15 +51,15 @@ def test_a_right_one_passes_with_all_its_state(target, case):
 
 
 @pytest.mark.parametrize("case", [CASE, UNKNOWN], ids=["known", "unknown"])
-def test_an_update_that_is_lost_is_found(case):
+def test_lost_update_is_found(case):
     result = run_case(case, target=LostUpdate())
     assert result.verdict == "fail"
     assert result.findings[0].check == "equality.master"
     assert "the target's own rule lr 0.005" in result.findings[0].detail
 
 
-def test_torchs_adamw_is_not_taken_for_it():
-    """The arithmetic of the rule decides: an otherwise equal one is some ulp apart."""
+def test_adamw_of_torch_differs_from_the_rule():
+    """The arithmetic decides: otherwise equal rules differ by a few ulp."""
 
     class ByTorch(ByStep):
         reference_step = None
@@ -73,7 +73,7 @@ def test_torchs_adamw_is_not_taken_for_it():
     assert run_case(CASE, target=ByTorch()).verdict == "fail"
 
 
-def test_a_rule_that_cannot_be_repeated_is_an_error_not_a_finding():
+def test_random_rule_is_an_error():
     class Noisy(ByStep):
         @staticmethod
         def reference_step(param, grad, state, settings):
@@ -85,7 +85,7 @@ def test_a_rule_that_cannot_be_repeated_is_an_error_not_a_finding():
 
 
 class WithSigmoid(ByStep):
-    """Its arithmetic gives other bits at the end of a tensor than within."""
+    """Rule whose vectorised loops give other bits at the end of a tensor."""
 
     @staticmethod
     def rule(param, grad, state, settings):
@@ -97,7 +97,7 @@ class WithSigmoid(ByStep):
 
 
 class OneUlp(WithSigmoid):
-    """In its third step, an element of the last shard is a unit in the last place away."""
+    """Changes an element of the last shard by one ulp, in the third step."""
 
     def __init__(self, elem):
         super().__init__()
@@ -123,13 +123,13 @@ class WithoutMasters(WithSigmoid):
 @pytest.mark.parametrize("order_known", [True, False], ids=["known", "unknown"])
 @pytest.mark.parametrize("timing", ["eager", "hostile"])
 @pytest.mark.parametrize("size", [1, 3])
-def test_bits_of_a_rule_at_ends_of_loops_pass_wherever_they_are(order_known, timing, size):
+def test_bits_at_ends_of_loops_pass_in_any_cut(order_known, timing, size):
     world = WorldSpec(size=size, order="tree", order_known=order_known, timing=timing)
     result = run_case(replace(ENDS, world=world), target=WithSigmoid())
     assert (result.verdict, result.findings) == ("pass", ())
 
 
-def test_bits_of_a_rule_at_ends_of_loops_pass_without_masters():
+def test_bits_at_ends_of_loops_pass_without_masters():
     case = replace(ENDS, model=replace(ENDS.model, dtype="bf16"))
     result = run_case(case, target=WithoutMasters())
     assert (result.verdict, result.findings) == ("pass", ())
@@ -137,7 +137,7 @@ def test_bits_of_a_rule_at_ends_of_loops_pass_without_masters():
 
 @pytest.mark.parametrize("elem", [0, 20, -1])
 @pytest.mark.parametrize("order_known", [True, False], ids=["known", "unknown"])
-def test_a_unit_in_the_last_place_elsewhere_is_found(order_known, elem):
+def test_one_ulp_elsewhere_is_found(order_known, elem):
     world = WorldSpec(size=3, order="tree", order_known=order_known)
     result = run_case(replace(ENDS, world=world), target=OneUlp(elem))
     assert result.verdict == "fail"
@@ -146,7 +146,7 @@ def test_a_unit_in_the_last_place_elsewhere_is_found(order_known, elem):
 
 
 class Untold:
-    """An engine without parts()."""
+    """Engine without parts()."""
 
     def __init__(self, engine):
         self.engine = engine
@@ -157,7 +157,7 @@ class Untold:
         return getattr(self.engine, name)
 
 
-def test_ends_of_loops_that_no_part_shows_are_inconclusive():
+def test_unreported_ends_of_loops_are_inconclusive():
     class Untelling(WithSigmoid):
         def build(self, module, *, scenario, group):
             return Untold(super().build(module, scenario=scenario, group=group))
@@ -170,7 +170,7 @@ def test_ends_of_loops_that_no_part_shows_are_inconclusive():
 
 
 @pytest.mark.parametrize("case", [CASE, UNKNOWN], ids=["known", "unknown"])
-def test_a_rule_that_is_declared_elementwise_and_is_not_is_inconclusive(case):
+def test_rule_declared_elementwise_wrongly_is_inconclusive(case):
     class Normed(ByStep):
         @staticmethod
         def rule(param, grad, state, settings):
@@ -196,26 +196,26 @@ MUON = replace(
 @pytest.mark.parametrize(
     "target", [OwnMuon(), StackedMuon(), LowBitAdam()], ids=["by-param", "stacked", "low-bit"]
 )
-def test_whole_matrices_in_bf16_with_state_of_other_shapes_pass(target):
+def test_unsharded_bf16_matrices_with_other_state_shapes_pass(target):
     result = run_case(MUON, target=target)
     assert (result.verdict, result.findings) == ("pass", ())
     assert UNMOVED not in result.unobserved
 
 
-def test_an_owner_that_skips_its_param_is_found():
+def test_owner_that_skips_its_param_is_found():
     result = run_case(MUON, target=OwnMuon("last"))
     assert result.verdict == "fail"
     assert result.findings[0].param == "p3"
 
 
-def test_a_step_that_bf16_rounds_away_is_not_observed():
+def test_step_rounded_away_in_bf16_is_not_observed():
     small = replace(MUON, optimizer=replace(MUON.optimizer, lr=1e-9))
     result = run_case(small, target=OwnMuon())
     assert UNMOVED in result.unobserved
 
 
 @pytest.mark.parametrize("mistake", ["code", "dtype"])
-def test_state_of_8_bits_is_compared_in_its_own_dtype(mistake):
+def test_8_bit_state_is_compared_in_its_own_dtype(mistake):
     result = run_case(MUON, target=LowBitAdam(mistake))
     assert result.verdict == "fail"
     assert {found.check for found in result.findings} == {"equality.state"}
@@ -223,7 +223,7 @@ def test_state_of_8_bits_is_compared_in_its_own_dtype(mistake):
 
 
 class InFp8(ByStep):
-    """An elementwise rule with state in fp8; `flips` is an element whose state has another bit."""
+    """Elementwise rule with fp8 state; `flips` is the index of an element with a flipped bit."""
 
     flips = None
 
@@ -241,7 +241,7 @@ class InFp8(ByStep):
 
 
 @pytest.mark.parametrize("case", [CASE, UNKNOWN], ids=["known", "unknown"])
-def test_state_in_fp8_is_compared_bit_for_bit(case):
+def test_fp8_state_is_compared_bit_for_bit(case):
     assert run_case(case, target=InFp8()).verdict == "pass"
     broken = InFp8()
     broken.flips = -1
@@ -250,12 +250,12 @@ def test_state_in_fp8_is_compared_bit_for_bit(case):
 
 
 def in_bf16(norm, bound):
-    """torch.nn.utils.clip_grad_norm_ on gradients in bf16: norm and factor are in bf16, too."""
+    """Factor of torch.nn.utils.clip_grad_norm_ for bf16 gradients: norm and factor are bf16."""
     return torch.clamp(bound / (norm.bfloat16() + 1e-6), max=1.0)
 
 
 class Clipped(OwnMuon):
-    """Clips gradients in bf16 by torch's own function; `slip` is what it clips too much by."""
+    """Clips bf16 gradients with torch's function; `slip` is an erroneous factor of the bound."""
 
     capabilities = replace(
         OwnMuon.capabilities, follows=(*OwnMuon.capabilities.follows, "optimizer.clip_norm")
@@ -271,7 +271,7 @@ class Clipped(OwnMuon):
 
 
 class ClippedByFp32(Clipped):
-    """Takes norms in fp32, by a form that has a word."""
+    """Computes norms in fp32, with a named form of clipping."""
 
     numerics = replace(Clipped.numerics, norm="of-params", clip="fp32-reciprocal")
 
@@ -288,7 +288,7 @@ CLIPPED = replace(MUON, optimizer=replace(MUON.optimizer, clip_norm=0.01))
 
 
 @pytest.mark.parametrize("target", [Clipped, ClippedByFp32])
-def test_clipping_without_masters_is_judged_by_what_is_declared(target):
+def test_clipping_without_masters_is_judged_as_declared(target):
     result = run_case(CLIPPED, target=target())
     assert (result.verdict, result.findings, result.error) == ("pass", (), "")
     slipping = type("Slipping", (target,), {"slip": 1 + 2**-6})()

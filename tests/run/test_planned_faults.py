@@ -1,4 +1,4 @@
-"""Every kind of planned fault is noticed by the right check, or told as unnoticed."""
+"""Every planned fault is found by the right check, or reported as unnoticed."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def only(result):
 
 @pytest.fixture
 def struck(judged):
-    """Run a case of three ranks with one fault; the case after it must pass."""
+    """Run a case of three ranks with one fault; the next case must pass."""
 
     def run(kind, *, rank=1, **parts):
         said = {
@@ -41,14 +41,14 @@ def struck(judged):
     return run
 
 
-def test_a_crash_says_that_it_was_planned(struck):
+def test_crash_is_reported_as_planned(struck):
     result = struck("crash", collective="reduce_scatter")
     (finding,) = result.findings
     assert (result.verdict, finding.check, finding.rank) == ("fail", "world.rank-failed", 1)
     assert "InjectedCrash: crashed by plan at its 1st reduce_scatter call" in finding.message
 
 
-def test_a_stall_is_named(struck):
+def test_stall_is_named(struck):
     result = struck("stall", collective="all_gather", call=1)
     (finding,) = result.findings
     assert (result.verdict, finding.check) == ("fail", "world.stalled-by-plan")
@@ -70,7 +70,7 @@ def test_a_stall_is_named(struck):
     ("collective", "check", "phase"),
     [("reduce_scatter", "equality.grad", "reduce"), ("all_gather", "equality.params", "gather")],
 )
-def test_data_that_is_changed(struck, kind, said, collective, check, phase, overlap):
+def test_changed_data_is_found(struck, kind, said, collective, check, phase, overlap):
     system = SystemSpec(bucket_elems=60, overlap_grads=overlap, overlap_params=overlap)
     result = struck(kind, collective=collective, system=system, **said)
     assert result.verdict == "fail"
@@ -80,7 +80,7 @@ def test_data_that_is_changed(struck, kind, said, collective, check, phase, over
 
 
 @pytest.mark.parametrize("kind", ["drop", "duplicate"])
-def test_the_second_sum_with_copies(struck, kind):
+def test_fault_in_the_sum_over_replicas_is_found(struck, kind):
     result = struck(
         kind, collective="all_reduce", world=WorldSpec(size=4), system=SystemSpec(redundancy=2)
     )
@@ -88,12 +88,12 @@ def test_the_second_sum_with_copies(struck, kind):
     assert {finding.rank for finding in result.findings if finding.check == "equality.grad"} == {1}
 
 
-def test_the_step_is_the_one_in_which_it_happened(struck):
+def test_finding_has_the_step_of_the_fault(struck):
     result = struck("drop", collective="reduce_scatter", call=1)
     assert result.findings[0].step == 1
 
 
-def test_a_bit_of_padding(struck):
+def test_bit_of_padding_is_found(struck):
     result = struck(
         "corrupt",
         collective="reduce_scatter",
@@ -104,7 +104,7 @@ def test_a_bit_of_padding(struck):
     assert only(result) == ["invariant.padding"]
 
 
-def test_a_cell_is_struck_alone(struck):
+def test_fault_in_one_group_spares_the_others(struck):
     result = struck(
         "drop",
         rank=2,
@@ -118,26 +118,26 @@ def test_a_cell_is_struck_alone(struck):
     assert summed <= {0, 2}
 
 
-def test_a_slow_rank_owes_agreement_and_passes_with_a_note(struck):
+def test_slow_rank_passes_with_a_note(struck):
     result = struck("slow")
     assert (result.verdict, only(result)) == ("pass", [])
     assert any("slow of rank 1" in note for note in result.notes)
 
 
-def test_a_slow_rank_does_not_hide_what_is_wrong(judged, monkeypatch):
+def test_slow_rank_does_not_hide_a_fault(judged, monkeypatch):
     monkeypatch.setattr(unit_module, "all_gather", lambda *args, **kwargs: None)
     result = judged(faults=(FaultSpec(kind="slow", rank=1),))
     assert (result.verdict, only(result)[0]) == ("fail", "equality.params")
 
 
-def test_a_fault_that_nobody_notices_is_no_pass(struck):
-    # Without loss scaling nobody reads how many gradients overflowed.
+def test_unnoticed_fault_is_inconclusive(struck):
+    # Without loss scaling, the number of overflowed gradients is not read.
     result = struck("corrupt", collective="all_reduce", element=2, bit=0)
     assert (result.verdict, only(result)) == ("inconclusive", ["guard.fault-unnoticed"])
     assert "bit 0 of element 2 that it sends: 0.0 -> 5e-324" in result.findings[0].message
 
 
-def test_with_loss_scaling_the_same_fault_is_seen(struck):
+def test_loss_scaling_notices_the_same_fault(struck):
     from zero_sim.scenario.spec import LossScaleSpec
 
     result = struck(
@@ -150,13 +150,13 @@ def test_with_loss_scaling_the_same_fault_is_seen(struck):
     assert "equality.skipped" in only(result)
 
 
-def test_a_fault_that_never_happened_is_no_pass(struck):
+def test_fault_that_never_happens_is_inconclusive(struck):
     result = struck("drop", call=1000)
     assert (result.verdict, only(result)) == ("inconclusive", ["guard.fault-not-reached"])
     assert "made 7 collective calls" in result.findings[0].message
 
 
-def test_two_runs_with_a_drawn_fault_are_one(judged):
+def test_random_fault_is_reproducible(judged):
     fault = FaultSpec(kind="corrupt", rank=2, at="random", call=1, call_stop=6)
     first, second = (judged(faults=(fault,)) for _ in range(2))
     assert first.log_digest == second.log_digest
@@ -164,12 +164,12 @@ def test_two_runs_with_a_drawn_fault_are_one(judged):
 
 
 class TestExpectedFindings:
-    """`expect.finding`: a case that passes because something is found."""
+    """`expect.finding`: the case passes if the finding occurs."""
 
     DROP = (FaultSpec(kind="drop", rank=1, collective="reduce_scatter"),)
 
     @pytest.mark.parametrize("wanted", ["equality.grad", "equality.master", "equality"])
-    def test_found_is_a_pass_that_says_what(self, judged, wanted):
+    def test_expected_finding_passes_with_a_note(self, judged, wanted):
         result = judged(faults=self.DROP, expect=ExpectSpec(finding=wanted))
         assert (result.verdict, result.findings) == ("pass", ())
         (first, *_) = result.notes
@@ -177,7 +177,7 @@ class TestExpectedFindings:
         assert "step 0, rank 0" in first
 
     @pytest.mark.parametrize("wanted", ["equality.params", "equal", "world"])
-    def test_something_else_is_a_failure_that_keeps_it(self, judged, wanted):
+    def test_other_finding_fails_and_is_kept(self, judged, wanted):
         faults = (FaultSpec(kind="drop", rank=1, collective="all_gather"),)
         wanted = "equality.grad" if wanted == "equality.params" else wanted
         result = judged(faults=faults, expect=ExpectSpec(finding=wanted))
@@ -187,24 +187,24 @@ class TestExpectedFindings:
             result.findings[0].message
         )
 
-    def test_nothing_is_a_failure(self, judged):
+    def test_no_finding_fails(self, judged):
         result = judged(expect=ExpectSpec(finding="equality"))
         assert (result.verdict, only(result)) == ("fail", ["expect.finding"])
         assert "got nothing" in result.findings[0].message
 
-    def test_a_broken_system_does_not_stand_in_for_the_fault(self, judged, monkeypatch):
+    def test_finding_before_the_fault_fails(self, judged, monkeypatch):
         monkeypatch.setattr(unit_module, "all_gather", lambda *args, **kwargs: None)
         faults = (FaultSpec(kind="drop", rank=1, call=1000),)
         result = judged(faults=faults, expect=ExpectSpec(finding="equality.params"))
         assert result.verdict == "fail"
         assert "before any planned fault happened" in result.findings[0].message
 
-    def test_a_guard_can_be_what_is_expected(self, judged):
+    def test_guard_may_be_expected(self, judged):
         faults = (FaultSpec(kind="drop", rank=1, call=1000),)
         result = judged(faults=faults, expect=ExpectSpec(finding="guard.fault-not-reached"))
         assert result.verdict == "pass"
 
-    def test_an_error_is_none(self, judged):
+    def test_error_is_not_the_expected_finding(self, judged):
         result = judged(
             model=ModelSpec(name="params", shapes=()), expect=ExpectSpec(finding="equality")
         )
@@ -212,7 +212,7 @@ class TestExpectedFindings:
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.toml")), ids=lambda path: path.stem)
-def test_the_shipped_scenarios_find_what_they_say(path, pool):
+def test_shipped_scenarios_have_their_expected_findings(path, pool):
     for case in load_cases(path):
         result = run_case(case, pool=pool)
         assert result.verdict == "pass", (case.name, result.findings)

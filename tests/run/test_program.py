@@ -1,4 +1,4 @@
-"""How a case is cut into segments, and the learning rate's factor."""
+"""Segments of a case, and the factor of the learning rate."""
 
 import pytest
 
@@ -22,12 +22,12 @@ CASE = Scenario(
 )
 
 
-def test_without_a_reload_there_is_one_segment(tmp_path):
+def test_case_without_a_reload_is_one_segment(tmp_path):
     (segment,) = segments_of(CASE, folder=tmp_path)
     assert (segment.start, segment.stop, segment.load, segment.save) == (0, 5, None, None)
 
 
-def test_a_reload_saves_and_goes_on_elsewhere(tmp_path):
+def test_reload_saves_and_resumes_in_another_world(tmp_path):
     from dataclasses import replace
 
     case = replace(CASE, reload=ReloadSpec(step=2, world_size=4, redundancy=2))
@@ -39,7 +39,7 @@ def test_a_reload_saves_and_goes_on_elsewhere(tmp_path):
 
 
 @pytest.mark.parametrize(("warmup_steps", "factors"), [(0, [1, 1, 1]), (2, [0.5, 1, 1])])
-def test_the_warm_up_is_linear(warmup_steps, factors):
+def test_warm_up_is_linear(warmup_steps, factors):
     from dataclasses import replace
 
     case = replace(CASE, optimizer=OptimizerSpec(warmup_steps=warmup_steps))

@@ -1,4 +1,4 @@
-"""A case with `world.races`: our own system is clean, and what races is a finding of its own."""
+"""Cases with `world.races`: zero_sim's own system has none, and each race is a finding."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def race_in(result):
 @pytest.mark.parametrize("redundancy", [1, 2])
 @pytest.mark.parametrize("sync", ["last", "every"])
 @pytest.mark.parametrize("partition", ["padded", "uneven"])
-def test_the_overlapped_system_is_clean(judged, redundancy, sync, partition):
+def test_overlapped_system_has_no_race(judged, redundancy, sync, partition):
     system = SystemSpec(
         bucket_elems=60,
         overlap_grads=True,
@@ -36,14 +36,14 @@ def test_the_overlapped_system_is_clean(judged, redundancy, sync, partition):
     assert all(float(note.rpartition(" ")[2]) > 0 for note in result.notes)
 
 
-def test_detection_changes_nothing_that_is_judged(judged):
+def test_detection_does_not_change_the_run(judged):
     plain = judged(world=WorldSpec(size=4), system=OVERLAPPED)
     watched = judged(world=WORLD, system=OVERLAPPED)
     assert watched.log_digest == plain.log_digest
     assert watched.compared_elems == plain.compared_elems
 
 
-def test_a_reload_is_clean(judged):
+def test_reload_has_no_race(judged):
     result = judged(
         world=WORLD,
         system=OVERLAPPED,
@@ -53,7 +53,7 @@ def test_a_reload_is_clean(judged):
     assert (result.verdict, result.findings) == ("pass", ())
 
 
-def test_a_forward_that_does_not_wait_for_its_params(judged, monkeypatch):
+def test_forward_without_a_wait_for_params_is_a_race(judged, monkeypatch):
     monkeypatch.setattr(UnderForward, "_before_forward", lambda *args: None)
     finding = race_in(judged(world=WORLD, system=OVERLAPPED))
     assert finding.rank is not None
@@ -61,7 +61,7 @@ def test_a_forward_that_does_not_wait_for_its_params(judged, monkeypatch):
     assert "of the output of all_gather #" in finding.message
 
 
-def test_an_optimizer_that_does_not_wait_for_its_gradients(judged, monkeypatch):
+def test_optimizer_without_a_wait_for_gradients_is_a_race(judged, monkeypatch):
     def forget(self):
         self._reducing = None
 
@@ -73,11 +73,11 @@ def test_an_optimizer_that_does_not_wait_for_its_gradients(judged, monkeypatch):
 
 
 class SlowEngine(ZeroSimEngine):
-    """Leaves its params in flight until the next step begins, when the judge has looked at them."""
+    """Leaves params in flight until the next step, after the judge has read them."""
 
     works = ()
-    held_bytes = None  # It broadcasts once more than its stage needs, and declares no costs.
-    unwrap = None  # With what it leaves in flight it gives no module back.
+    held_bytes = None  # No declared costs, because of its extra broadcasts.
+    unwrap = None  # No unwrap, because works are in flight.
 
     def zero_grad(self):
         for work in self.works:
@@ -102,7 +102,7 @@ class SlowTarget:
 
 
 class HastyTarget:
-    """The same, but it looks for itself."""
+    """Reads the params in flight itself."""
 
     name = "hasty"
     capabilities = None
@@ -113,8 +113,8 @@ class HastyTarget:
         return engine
 
 
-def test_what_the_judge_reads_is_not_charged_to_the_system(judged):
-    # Not strict: nobody waits for what the last step leaves in flight.
+def test_reads_of_the_judge_are_not_races(judged):
+    # Not strict, because the last step's works are never waited for.
     lax = WorldSpec(size=4, races=True, strict=False)
     result = judged(target=SlowTarget(), world=lax, run=RunSpec(steps=2))
     assert (result.verdict, result.findings) == ("pass", ())

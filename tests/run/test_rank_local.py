@@ -1,4 +1,4 @@
-"""State of a library that each simulated rank has for itself, where a target declares it."""
+"""Library state that each simulated rank has for itself, if the target declares it."""
 
 import importlib
 import sys
@@ -37,7 +37,7 @@ def library(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("library")
-def test_ranks_that_share_a_librarys_globals_are_found_and_led_to_the_declaration(judged_fp32):
+def test_shared_globals_are_found_with_the_declaration_to_add(judged_fp32):
     result = judged_fp32(target=Keeper())
     assert result.verdict == "fail"
     said = " ".join(finding.message + finding.detail for finding in result.findings)
@@ -46,12 +46,12 @@ def test_ranks_that_share_a_librarys_globals_are_found_and_led_to_the_declaratio
 
 
 @pytest.mark.usefixtures("library")
-def test_names_that_are_declared_are_each_ranks_own(judged_fp32):
+def test_declared_names_are_rank_local(judged_fp32):
     assert judged_fp32(target=Keeper(RankLocal(names=NAMES))).verdict == "pass"
 
 
 @pytest.mark.usefixtures("library")
-def test_a_star_is_for_all_globals_of_a_module(judged_fp32):
+def test_star_declares_all_globals_of_a_module(judged_fp32):
     names = ("keeper_lib:*", *(name for name in NAMES if "Engine" in name))
     assert judged_fp32(target=Keeper(RankLocal(names=names))).verdict == "pass"
 
@@ -64,7 +64,7 @@ def test_each_kind_of_name_is_needed(judged_fp32, left_out):
 
 
 @pytest.mark.usefixtures("library")
-def test_every_program_begins_with_what_was_there_before(judged_fp32):
+def test_every_program_starts_from_the_original_state(judged_fp32):
     target = Keeper(RankLocal(names=NAMES))
     assert [judged_fp32(target=target).verdict for _ in range(2)] == ["pass", "pass"]
     library = sys.modules["keeper_lib"]
@@ -73,14 +73,14 @@ def test_every_program_begins_with_what_was_there_before(judged_fp32):
 
 
 @pytest.mark.usefixtures("library")
-def test_a_package_can_be_imported_by_each_rank_for_itself(judged_fp32):
+def test_package_can_be_imported_per_rank(judged_fp32):
     target = Keeper(RankLocal(packages=("keeper_lib",)))
     assert [judged_fp32(target=target).verdict for _ in range(2)] == ["pass", "pass"]
     assert "keeper_lib" not in sys.modules
 
 
 @pytest.mark.usefixtures("library")
-def test_what_a_library_keeps_is_found_by_running_two_ranks():
+def test_kept_names_are_found_by_running_two_ranks():
     found = find_kept_names(
         Keeper(), [replace(CASE, world=WorldSpec(size=2))], packages=["keeper_lib"]
     )
@@ -94,19 +94,19 @@ LACKED = {
     "keeper_lib:Motor.built": "no 'Motor' in it",
     "keeper_lib:Engine.register(number)": "no default of 'number' in it",
 }
-"""Names that another version of the library may have."""
+"""Names that only other versions of the library have."""
 
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("name", LACKED)
-def test_a_name_that_the_installed_version_lacks_is_skipped_with_a_note(judged_fp32, name):
+def test_missing_name_is_skipped_with_a_note(judged_fp32, name):
     result = judged_fp32(target=Keeper(RankLocal(names=(name, *NAMES))))
     assert result.verdict == "pass"
     assert f"rank-local name {name!r} is skipped: {LACKED[name]}" in result.notes
 
 
 @pytest.mark.usefixtures("library")
-def test_a_real_rank_skips_it_with_the_same_note():
+def test_missing_name_on_a_real_rank_is_skipped_with_a_note():
     notes = []
     declared = RankLocal(names=("keeper_lib:Motor.built",))
     with as_in_new_process(Keeper(declared), ranks_max=2, notes=notes):
@@ -116,10 +116,8 @@ def test_a_real_rank_skips_it_with_the_same_note():
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize(("judged", "is_said"), [("0.0.1", True), (version("pytest"), False)])
-def test_a_finding_names_the_version_of_a_library_that_is_not_the_judged_one(
-    judged_fp32, judged, is_said
-):
-    """Without names of its own the keeper fails; pytest stands for the library."""
+def test_finding_names_another_version_than_the_judged_one(judged_fp32, judged, is_said):
+    """The keeper fails without rank-local names; pytest stands in for the library."""
     target = Keeper()
     target.library = Library(package="keeper_lib", extra="keeper", judged=f"pytest=={judged}")
     result = judged_fp32(target=target)
@@ -129,7 +127,7 @@ def test_a_finding_names_the_version_of_a_library_that_is_not_the_judged_one(
 
 
 class CudaEngine(DDPEngine):
-    """Counts on a GPU that it asks torch for."""
+    """Computes on the GPU that torch reports."""
 
     def backward(self, loss, *, last_micro, rows):
         on_gpu = loss.cuda().to(f"cuda:{torch.cuda.current_device()}")
@@ -138,7 +136,7 @@ class CudaEngine(DDPEngine):
 
 
 class CudaTarget:
-    """A system that calls torch.cuda wherever it runs."""
+    """System that always calls torch.cuda."""
 
     name = "on-cuda"
     capabilities = Capabilities(stages=(0,))
@@ -151,19 +149,19 @@ class CudaTarget:
         return CudaEngine(module, scenario=scenario, group=group)
 
 
-def test_a_system_that_calls_cuda_computes_on_the_cpu_where_that_is_declared(judged_fp32):
+def test_cuda_calls_run_on_the_cpu_if_declared(judged_fp32):
     assert judged_fp32(target=CudaTarget(cuda_is_cpu=True)).verdict == "pass"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_that_declaration_there_is_no_gpu(judged_fp32):
+def test_cuda_calls_fail_without_the_declaration(judged_fp32):
     judged_fp32(target=CudaTarget(cuda_is_cpu=True))
     assert not torch.cuda.is_available()
     assert judged_fp32(target=CudaTarget(cuda_is_cpu=False)).verdict == "fail"
 
 
 @pytest.mark.usefixtures("library")
-def test_a_real_rank_begins_every_program_anew():
+def test_real_rank_starts_every_program_from_the_original_state():
     kept = importlib.import_module("keeper_lib")
     for _ in range(2):
         with as_in_new_process(Keeper(RankLocal(names=NAMES)), ranks_max=2):

@@ -1,4 +1,4 @@
-"""Our own system under models that run blocks again in backward."""
+"""zero_sim's own system with models that recompute blocks in backward."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ CASE = Scenario(
 @pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["mlp", "gpt", "moe", "transformer-260"])
-def test_it_computes_the_bits_of_kept_activations(pool, name, stage, recompute):
+def test_recomputed_activations_give_the_same_bits(pool, name, stage, recompute):
     model = ModelSpec(name=name, hidden=2, recompute=recompute)
     case = replace(CASE, model=model, system=replace(CASE.system, stage=stage))
     result = run_case(case, pool=pool)
@@ -28,18 +28,18 @@ def test_it_computes_the_bits_of_kept_activations(pool, name, stage, recompute):
 
 
 @pytest.mark.parametrize("evaluate", ["between-steps", "within-step"])
-def test_an_evaluation_runs_each_block_once(pool, evaluate):
+def test_evaluation_runs_each_block_once(pool, evaluate):
     result = run_case(replace(CASE, run=replace(CASE.run, evaluate=evaluate)), pool=pool)
     assert (result.verdict, result.findings) == ("pass", ())
 
 
-def test_gradients_of_a_reentrant_block_that_count_twice_are_found(pool, broken):
+def test_gradients_counted_twice_are_found(pool, broken):
     broken("W62")
     assert run_case(CASE, pool=pool).findings[0].check == "equality.grad"
 
 
 @pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
-def test_params_that_stay_in_backward_are_found(pool, broken, recompute):
+def test_params_kept_during_backward_are_found(pool, broken, recompute):
     broken("W56")
     result = run_case(replace(CASE, model=replace(CASE.model, recompute=recompute)), pool=pool)
     assert {finding.check for finding in result.findings} == {"invariant.memory"}
@@ -52,7 +52,7 @@ def test_params_that_stay_in_backward_are_found(pool, broken, recompute):
         (replace(CASE, run=replace(CASE.run, own_micro_batches=(1, 2))), "a joining rank"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_reason(case, words):
+def test_impossible_recompute_is_refused_with_the_reason(case, words):
     (problem,) = check_scenario(case)
     assert problem.path == "model.recompute"
     assert words in problem.message

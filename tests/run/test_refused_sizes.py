@@ -1,4 +1,4 @@
-"""Checks of a system's own by which it refuses sizes, told from faults."""
+"""A system's own size checks, distinguished from faults."""
 
 import pytest
 
@@ -10,7 +10,7 @@ THEIRS = "/home/me/lib/optim.py"
 
 
 def raised(error, statement, *, file=THEIRS):
-    """The result of a case in which rank 0 raised."""
+    """Result of a case in which rank 0 raised."""
     trace = (
         f'Traceback (most recent call last):\n  File "{file}", line 88, in step\n    {statement}'
     )
@@ -29,7 +29,7 @@ def raised(error, statement, *, file=THEIRS):
         ("NotImplementedError: multiples of 8 only", "raise NotImplementedError(text)"),
     ],
 )
-def test_a_check_of_sizes_is_found(error, statement):
+def test_size_check_is_recognized(error, statement):
     kind = error.partition(":")[0]
     assert refused_size(raised(error, statement)) == f"{kind} at optim.py:88: {statement}"
 
@@ -44,11 +44,11 @@ def test_a_check_of_sizes_is_found(error, statement):
         ("AssertionError: ", "assert rows % ranks == 0", "/site-packages/torch/fsdp.py"),
     ],
 )
-def test_what_else_a_system_raises_is_a_fault(error, statement, file):
+def test_other_errors_are_faults(error, statement, file):
     assert refused_size(raised(error, statement, file=file)) == ""
 
 
-def test_what_differs_is_a_fault():
+def test_differences_are_faults():
     finding = Finding(check=Check.EQUALITY_GRAD, message="rank 0 raised AssertionError: 3 % 2")
     assert not refused_size(CaseResult(id="a", verdict="fail", seconds=0, findings=(finding,)))
     assert not refused_size(CaseResult(id="a", verdict="pass", seconds=0))

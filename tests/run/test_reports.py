@@ -1,4 +1,4 @@
-"""Reports of several processes come to one result, and errors are charged to who made them."""
+"""Reports of several processes are merged into one result, with errors charged to their cause."""
 
 import json
 import math
@@ -30,40 +30,40 @@ def result(*reports):
 
 @pytest.mark.parametrize("kind", ["user", "judge"])
 @pytest.mark.parametrize("time", [0.0, 2.0])
-def test_what_others_raise_once_one_gave_up_is_no_verdict(kind, time):
-    """Clocks of two machines need not agree on who was first."""
+def test_errors_after_the_first_rank_gave_up_are_ignored(kind, time):
+    """Clocks of two machines need not agree on the first failure."""
     gave_up = Failure(kind=kind, message="expected another case", rank=0, time=time)
     told = result(Report(failure=gave_up), Report(failure=GONE))
     assert (told.verdict, told.error) == ("error", "expected another case")
 
 
-def test_a_judge_that_fails_is_named_by_its_rank():
+def test_failed_judge_is_named_by_its_rank():
     failure = Failure(kind="judge", message="the judge itself failed", detail="where", rank=1)
     (finding,) = result(Report(), Report(failure=failure)).findings
     assert (finding.check, finding.rank, finding.detail) == ("internal.judge", 1, "where")
 
 
 @pytest.mark.parametrize("kind", ["user", "judge"])
-def test_what_was_found_before_stands_and_a_note_tells_of_the_error(kind):
+def test_earlier_finding_stands_and_the_error_is_noted(kind):
     told = result(Report(found=[LOST]), Report(failure=Failure(kind=kind, message="expected more")))
     assert told.verdict == "fail"
     assert told.findings[0] == LOST
     assert "expected more, after the findings" in told.notes
 
 
-def test_what_was_raised_first_comes_first():
+def test_findings_are_sorted_by_time():
     late = Failure(kind="system", message="ValueError: enough", rank=0, time=0.5)
     told = result(Report(failure=late), Report(failure=GONE))
     assert [finding.rank for finding in told.findings] == [0, 1]
 
 
-def test_what_the_machine_lacks_comes_before_all():
+def test_environment_problem_comes_first():
     lacks = Failure(kind="machine", message="expected a GPU", rank=1, time=9.0)
     with pytest.raises(EnvironmentProblem, match="expected a GPU"):
         result(Report(found=[LOST]), Report(failure=lacks))
 
 
-def test_a_report_comes_through_json_as_it_was():
+def test_report_survives_json():
     found = replace(
         LOST,
         index=(1, 2),

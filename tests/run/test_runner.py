@@ -1,4 +1,4 @@
-"""Verdicts on bad input, on empty passes, and on programs that go wrong."""
+"""Verdicts on bad input, empty passes and failing programs."""
 
 import math
 import sys
@@ -31,7 +31,7 @@ from zero_sim.workloads import Batch, digits
 
 
 class ChangedTarget:
-    """The project's own system with its engine changed by a function."""
+    """zero_sim's own system with an engine changed by a function."""
 
     name = "changed"
     capabilities = None
@@ -47,7 +47,7 @@ class ChangedTarget:
 
 @pytest.fixture
 def changed_workload(monkeypatch):
-    """Give every workload other attributes; the real one is `inner`."""
+    """Override attributes of every workload; the original is `inner`."""
     real = contexts.build_workload
 
     class Changed:
@@ -72,7 +72,7 @@ def raising(message):
     return fail
 
 
-def test_a_rank_that_raises_is_a_finding_with_its_traceback(judged):
+def test_rank_that_raises_is_a_finding_with_its_traceback(judged):
     def change(engine, rank):
         if rank == 2:
             engine.step = raising("out of luck")
@@ -85,7 +85,7 @@ def test_a_rank_that_raises_is_a_finding_with_its_traceback(judged):
     assert "Traceback" in finding.detail
 
 
-def test_a_rank_that_never_calls_is_a_finding(judged):
+def test_rank_without_any_call_is_a_deadlock(judged):
     def change(engine, rank):
         if rank == 0:
             engine.zero_grad = lambda: None
@@ -98,12 +98,12 @@ def test_a_rank_that_never_calls_is_a_finding(judged):
     assert "ranks that never came: 0" in result.findings[-1].message
 
 
-def test_the_next_case_runs_after_a_broken_one(judged):
+def test_next_case_passes_after_a_broken_one(judged):
     judged(target=ChangedTarget(lambda engine, rank: setattr(engine, "step", raising("x"))))
     assert judged().verdict == "pass"
 
 
-def test_a_model_without_params_is_an_error_that_says_so(judged):
+def test_model_without_params_is_an_error(judged):
     result = judged(model=ModelSpec(name="params", shapes=()))
     assert result.verdict == "error"
     assert "param" in result.error
@@ -113,7 +113,7 @@ def test_params_on_two_devices_are_an_error_that_names_both(judged, changed_work
     def build(self):
         module = self.inner.build()
         self.built += 1
-        if self.built > 1:  # The reference's own copy stays whole.
+        if self.built > 1:  # The reference's own copy stays intact.
             module.extra = nn.Parameter(torch.empty(2, device="meta", dtype=torch.bfloat16))
         return module
 
@@ -124,7 +124,7 @@ def test_params_on_two_devices_are_an_error_that_names_both(judged, changed_work
     assert "meta" in result.error
 
 
-def test_a_nan_that_nothing_skips_is_traced_to_its_rank_and_param(judged):
+def test_unskipped_nan_is_traced_to_its_rank_and_param(judged):
     result = judged(data=DataSpec(nan=NanSpec(step=1, rank=2)))
     assert (result.verdict, result.findings) == ("error", ())
     assert "nan in the local gradient of param '0.up.weight', element 0" in result.error
@@ -133,13 +133,13 @@ def test_a_nan_that_nothing_skips_is_traced_to_its_rank_and_param(judged):
 
 @pytest.mark.parametrize("lr", [1e30, 1e37, 3e38])
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_a_learning_rate_that_the_reference_cannot_take_is_an_error(judged, name, lr):
+def test_learning_rate_that_overflows_the_reference_is_an_error(judged, name, lr):
     result = judged(optimizer=OptimizerSpec(name=name, lr=lr), run=RunSpec(steps=4))
     assert (result.verdict, result.findings) == ("error", ())
     assert "Try a smaller optimizer.lr" in result.error
 
 
-def test_a_system_that_alone_is_not_finite_differs(judged):
+def test_infinity_in_the_system_alone_is_a_finding(judged):
     def change(engine, rank):
         def spoilt(loss, *, last_micro, rows):
             (loss * math.inf).backward()
@@ -152,7 +152,7 @@ def test_a_system_that_alone_is_not_finite_differs(judged):
     assert "equality.grad" in {finding.check for finding in result.findings}
 
 
-def test_a_system_that_alone_raises_in_a_step_fails(judged):
+def test_step_that_raises_in_the_system_alone_is_a_finding(judged):
     def change(engine, rank):
         def step(*, lr_factor):
             raise RuntimeError("value cannot be converted to type float without overflow")
@@ -163,7 +163,7 @@ def test_a_system_that_alone_raises_in_a_step_fails(judged):
     assert [finding.check for finding in result.findings] == ["world.rank-failed"]
 
 
-def test_a_system_that_hides_what_is_to_be_skipped_differs(judged):
+def test_removed_nan_is_a_finding(judged):
     def change(engine, rank):
         def cleaned(loss, *, last_micro, rows):
             loss.backward()
@@ -181,16 +181,16 @@ def test_a_system_that_hides_what_is_to_be_skipped_differs(judged):
     assert "equality.grad" in {finding.check for finding in result.findings}
 
 
-def test_an_unknown_target_is_an_error_that_lists_the_known(judged):
+def test_unknown_target_is_an_error_that_lists_known_ones(judged):
     result = judged(system=SystemSpec(target="zero"))
     assert result.verdict == "error"
     assert "zero_sim" in result.error
 
 
 class TestEmptyPasses:
-    """A case that could not have failed is not reported as a plain pass."""
+    """Cases that could not have failed are inconclusive."""
 
-    def test_the_same_data_without_having_asked(self, judged, changed_workload):
+    def test_undeclared_same_data_is_inconclusive(self, judged, changed_workload):
         def batch(self, *, step, rank, micro):
             return self.inner.batch(step=step, rank=0, micro=micro)
 
@@ -199,10 +199,10 @@ class TestEmptyPasses:
         assert result.verdict == "inconclusive"
         assert [finding.check for finding in result.findings] == ["guard.same-data"]
 
-    def test_the_same_data_on_purpose(self, judged):
+    def test_declared_same_data_passes(self, judged):
         assert judged(data=DataSpec(ranks="same"), world=WorldSpec(size=2)).verdict == "pass"
 
-    def test_gradients_that_are_mostly_zero(self, judged, changed_workload):
+    def test_mostly_zero_gradients_are_inconclusive(self, judged, changed_workload):
         def batch(self, *, step, rank, micro):
             right = self.inner.batch(step=step, rank=rank, micro=micro)
             return Batch(inputs=right.inputs * 0, targets=right.targets)
@@ -213,7 +213,7 @@ class TestEmptyPasses:
         assert [finding.check for finding in result.findings] == ["guard.zero-gradients"]
 
 
-def test_accuracy_that_is_not_reached_is_a_finding(judged):
+def test_missed_accuracy_is_a_finding(judged):
     result = judged(
         model=ModelSpec(name="digits", hidden=8),
         data=DataSpec(rows=4),
@@ -224,14 +224,14 @@ def test_accuracy_that_is_not_reached_is_a_finding(judged):
     assert [finding.check for finding in result.findings] == ["expect.accuracy"]
 
 
-def test_a_missing_extra_is_a_problem_of_the_environment(judged, monkeypatch):
+def test_missing_extra_is_an_environment_problem(judged, monkeypatch):
     digits.load_split.cache_clear()
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(EnvironmentProblem, match="digits"):
         judged(model=ModelSpec(name="digits", hidden=8))
 
 
-def test_who_wants_no_digest_of_the_logs_gets_all_else(pool):
+def test_result_without_a_log_digest_is_otherwise_equal(pool):
     scenario = Scenario(schema=1, model=ModelSpec(name="mlp", hidden=4), run=RunSpec(steps=1))
     with_it = run_case(scenario, pool=pool)
     without = run_case(scenario, pool=pool, with_digest=False)
@@ -239,7 +239,7 @@ def test_who_wants_no_digest_of_the_logs_gets_all_else(pool):
     assert without == replace(with_it, log_digest="", seconds=without.seconds)
 
 
-def test_ten_runs_give_one_event_log(judged):
+def test_ten_runs_have_one_event_log(judged):
     digests = {
         judged(world=WorldSpec(size=4, schedule="random"), run=RunSpec(steps=2, seed=5)).log_digest
         for _ in range(10)
@@ -249,14 +249,14 @@ def test_ten_runs_give_one_event_log(judged):
 
 @pytest.mark.parametrize("order", get_args(OrderName))
 @pytest.mark.parametrize(("stage", "size"), [(0, 3), (1, 5)])
-def test_every_order_is_judged_in_its_own_terms(judged, order, stage, size):
+def test_every_order_passes(judged, order, stage, size):
     result = judged(
         world=WorldSpec(size=size, order=order), system=SystemSpec(stage=stage, bucket_elems=60)
     )
     assert result.verdict == "pass", result.findings
 
 
-def test_orders_differ_so_that_naming_one_means_something(judged, monkeypatch):
+def test_wrong_order_is_a_finding(judged, monkeypatch):
     from zero_sim.sim import order_backends
 
     monkeypatch.setitem(order_backends.ORDERS, "tree", order_backends.ORDERS["ring"])
@@ -264,7 +264,7 @@ def test_orders_differ_so_that_naming_one_means_something(judged, monkeypatch):
     assert result.findings[0].check == "equality.grad"
 
 
-def test_params_in_the_modules_own_memory_are_no_memory_of_the_system(judged):
-    """At stage 0 no buffer of the system holds params, whatever its units refer to."""
+def test_params_in_module_memory_are_not_charged_to_the_system(judged):
+    """At stage 0, no buffer of the system contains params."""
     result = judged(system=SystemSpec(stage=0, bucket_elems=40))
     assert (result.verdict, result.findings) == ("pass", ())

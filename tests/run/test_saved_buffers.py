@@ -1,4 +1,4 @@
-"""A checkpoint that forgets buffers of the module goes on with those of a new process."""
+"""A checkpoint without the module's buffers resumes with those of a new process."""
 
 from dataclasses import replace
 from itertools import islice
@@ -14,7 +14,7 @@ from zero_sim.targets import Capabilities, Numerics, WholeParamEngine, refusals,
 
 
 class Engine(WholeParamEngine):
-    """Rank 0 saves all, or all but buffers."""
+    """Rank 0 saves everything, optionally without buffers."""
 
     forgets = False
 
@@ -48,13 +48,13 @@ class Target:
 
 
 def cases(target):
-    """The first 50 cases that are drawn for it."""
+    """First 50 cases drawn for the target."""
     return list(islice(draws(drawn_cases(target), seed=0), 50))
 
 
 @pytest.fixture(scope="module")
 def loading():
-    """Those of them that load a buffer."""
+    """Drawn cases that load a buffer."""
     return [
         case
         for case in cases(Target(forgets=False))
@@ -62,28 +62,28 @@ def loading():
     ]
 
 
-def test_forgotten_ones_are_found_within_fifty_cases(loading, pool):
+def test_forgotten_buffers_are_found_within_fifty_cases(loading, pool):
     result = run_case(loading[0], target=Target(forgets=True), pool=pool)
     assert result.findings[0].check == "equality.load"
     assert result.findings[0].param == "gain"
 
 
-def test_the_losses_after_the_load_differ(loading, pool):
+def test_forgotten_buffers_change_the_losses_after_the_load(loading, pool):
     result = run_case(loading[0], target=Target(forgets=True), pool=pool)
     assert "equality.loss" in [each.check for each in result.findings]
 
 
-def test_saved_ones_pass(loading, pool):
+def test_saved_buffers_pass(loading, pool):
     verdicts = {run_case(case, target=Target(forgets=False), pool=pool).verdict for case in loading}
     assert verdicts == {"pass"}
 
 
-def test_ones_that_no_checkpoint_has_pass_without(loading, pool):
+def test_rebuilt_buffers_need_no_checkpoint(loading, pool):
     case = replace(loading[0], model=replace(loading[0].model, buffer="rebuilt"))
     assert run_case(case, target=Target(forgets=True), pool=pool).verdict == "pass"
 
 
-def test_a_target_can_declare_that_its_checkpoints_have_none(loading):
+def test_target_can_declare_checkpoints_without_buffers(loading):
     target = Target(forgets=True)
     only = (("model.buffer", ("none", "rebuilt")),)
     target.capabilities = replace(target.capabilities, only=only)

@@ -1,4 +1,4 @@
-"""A case that passes by params only is judged once more, with SGD."""
+"""A case that passes by params only is judged again, with SGD."""
 
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ SGD = replace(CASE, optimizer=OptimizerSpec(name="sgd"))
 
 @pytest.fixture
 def judge(pool):
-    """Judges a case as commands do."""
+    """Judge a case as the commands do."""
 
     def judge(target, scenario=CASE):
         alone = partial(run_case, pool=pool, target=target)
@@ -48,34 +48,34 @@ def judge(pool):
     ],
     ids=["params", "params of sgd", "means", "sums", "sums and sgd", "nothing is divided"],
 )
-def test_scope_is_full_if_something_shows_the_averaged_gradient(pool, target, scenario, scope):
+def test_scope_is_full_if_the_averaged_gradient_is_observed(pool, target, scenario, scope):
     result = run_case(scenario, pool=pool, target=target)
     assert (result.verdict, result.scope) == ("pass", scope)
 
 
-def test_masters_and_state_show_it_without_gradients(judged):
+def test_masters_and_state_give_full_scope(judged):
     assert judged().scope == "full"
 
 
 @pytest.mark.parametrize("numerics", [{}, {"shows": True, "grads_told": "before-division"}])
-def test_a_sum_that_is_never_divided_is_found_with_sgd(judge, pool, numerics):
+def test_missing_division_is_found_with_sgd(judge, pool, numerics):
     target = Target(averages=False, **numerics)
     assert run_case(CASE, pool=pool, target=target).verdict == "pass"
     result = judge(target)
     assert (result.verdict, result.id) == ("fail", "case")
     assert result.findings[0].check == "equality.params"
     assert "found with SGD in place of AdamW" in result.findings[0].detail
-    # What a bundle and a command repeat by itself.
+    # A bundle and a command repeat the twin alone.
     assert run_case(result.twin, pool=pool, target=target).verdict == "fail"
 
 
-def test_a_right_target_passes_with_a_note_on_the_variant(judge):
+def test_right_target_passes_with_a_note_on_the_variant(judge):
     result = judge(Target())
     assert (result.verdict, result.scope, result.twin) == ("pass", "params-only", None)
     assert "passes with SGD in place of AdamW, too" in result.notes[-1]
 
 
-def test_a_target_that_refuses_sgd_has_no_variant(judge):
+def test_target_that_refuses_sgd_has_no_variant(judge):
     result = judge(Target("adamw", averages=False))
     assert (result.verdict, result.scope) == ("pass", "params-only")
     assert result.notes[-1].startswith(
@@ -99,7 +99,7 @@ def test_other_cases_have_no_variant(scenario):
     assert with_twin(judged, scenario, judge=pytest.fail, find=lambda: target) is judged
 
 
-def test_what_hides_the_size_of_a_gradient_is_left_out():
+def test_variant_omits_settings_that_hide_a_factor():
     optimizer = OptimizerSpec(
         name="rmsprop", momentum=0.9, weight_decay=0.1, clip_norm=0.1, clip_value=0.1,
         groups=(ParamGroupSpec(match="p0", lr=0.5),), loss_scale=LossScaleSpec(),
@@ -122,18 +122,18 @@ def test_what_hides_the_size_of_a_gradient_is_left_out():
     ],
     ids=str,
 )
-def test_a_variant_is_a_valid_case_of_one_step(changed):
+def test_variant_is_a_valid_case_of_one_step(changed):
     twin = twin_of(replace(CASE, **changed))
     assert check_scenario(twin) == []
     assert (twin.run.steps, twin.reload, twin.data.nan) == (1, None, None)
 
 
-def test_a_finding_is_marked_once(judge):
+def test_finding_is_marked_once(judge):
     result = judge(Target(averages=False))
     assert marked(result, result.twin) == result
 
 
-def test_findings_of_other_cases_stay_as_they_are(pool):
+def test_findings_of_other_cases_are_not_marked(pool):
     target = Target(averages=False)
     result = run_case(SGD, pool=pool, target=target)
     assert marked(result, SGD) is result

@@ -1,4 +1,4 @@
-"""A step with fewer rows on every rank, as the last one of an epoch, has a mean of its own."""
+"""A step with fewer rows on every rank, such as the last of an epoch, has its own mean."""
 
 from dataclasses import replace
 from itertools import islice
@@ -14,7 +14,7 @@ from zero_sim.targets import Capabilities, Numerics, WholeParamEngine, settings_
 
 
 class Engine(WholeParamEngine):
-    """Divides losses by the rows of the step on all ranks, or by those of the first step."""
+    """Divides losses by the rows of this step on all ranks, or by those of the first step."""
 
     keeps_first = False
     factor = None
@@ -46,12 +46,12 @@ class Target:
 
 @pytest.fixture(scope="module")
 def short():
-    """Those of the first 50 drawn cases that have a short step."""
+    """Cases with a short step, among the first 50 drawn ones."""
     cases = islice(draws(drawn_cases(Target(keeps_first=False)), seed=0), 50)
     return [case for case in cases if case.data.epoch_steps]
 
 
-def test_rows_kept_from_the_first_step_are_found_within_fifty_cases(short, pool):
+def test_rows_of_the_first_step_are_found_within_fifty_cases(short, pool):
     result = run_case(short[0], target=Target(keeps_first=True), pool=pool)
     assert result.findings[0].check == "equality.grad"
     assert result.findings[0].step == short[0].data.epoch_steps - 1
@@ -62,6 +62,6 @@ def test_rows_counted_in_each_step_pass(short, pool):
     assert {run_case(case, target=counting, pool=pool).verdict for case in short} == {"pass"}
 
 
-def test_nothing_else_shows_it(short, pool):
+def test_fault_is_hidden_without_a_short_step(short, pool):
     case = replace(short[0], data=replace(short[0].data, epoch_steps=None))
     assert run_case(case, target=Target(keeps_first=True), pool=pool).verdict == "pass"

@@ -1,4 +1,4 @@
-"""Ranks that do not begin alike: the system spreads what the first holder has, or is found out."""
+"""Ranks with different start values: the system must spread those of the first holder."""
 
 import json
 
@@ -23,33 +23,33 @@ def begun_apart(mutant_id, name):
 
 
 @pytest.mark.parametrize("name", ["mlp", "fp8", "unusual"])
-def test_our_own_system_spreads_it(name):
+def test_own_system_spreads_start_values(name):
     assert run_case(case_of(name)).verdict == "pass"
 
 
-def test_a_param_that_nobody_spread_is_named():
+def test_param_that_was_not_spread_is_named():
     found = begun_apart("G05", "mlp")
     assert (found.check, found.step, found.rank) == ("invariant.start", 0, 1)
     assert found.param == "0.up.weight"
     assert "than rank 0" in found.message
 
 
-def test_a_frozen_param_that_nobody_spread_is_named():
+def test_frozen_param_that_was_not_spread_is_named():
     assert begun_apart("G06", "unusual").param == "frozen"
 
 
-def test_a_case_whose_ranks_begin_alike_is_not_asked():
+def test_equal_start_values_need_no_spreading():
     (mutant,) = find_mutants(["G05"])
     with mutant.apply():
         assert run_case(case_of("mlp", distinct_start=False)).verdict == "pass"
 
 
-def test_ranks_with_different_params_are_compared_name_by_name():
+def test_ranks_with_different_params_are_compared_by_name():
     starts = {0: {"a": "1", "b": "2"}, 1: {"a": "1", "c": "3"}, 2: {"b": "4", "c": "3"}}
     (found,) = check_start(starts, step=0)
     assert (found.rank, found.param) == (2, "b")
 
 
-def test_what_a_rank_begins_with_is_told_to_other_processes():
+def test_start_values_survive_the_wire_between_processes():
     facts = Facts(places=(), addresses={}, shapes={}, start={"a": "1"})
     assert Facts.from_dict(json.loads(json.dumps(facts.as_dict()))) == facts

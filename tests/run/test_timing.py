@@ -1,4 +1,4 @@
-"""A case under late timings: our system passes, and faults of overlap do not."""
+"""Late timings: zero_sim's own system passes, and faults of overlap fail."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ LATE = [("lazy", 0), ("hostile", 0), ("hostile", 1)]
 @pytest.mark.parametrize("schedule", ["random", "pct"])
 @pytest.mark.parametrize(("timing", "seed"), LATE)
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_our_system_keeps_its_bits(judged, pool, name, timing, seed, schedule):
+def test_own_system_passes_under_late_timings(judged, pool, name, timing, seed, schedule):
     world = WorldSpec(size=4, timing=timing, schedule=schedule)
     result = judged(
         system=SYSTEMS[name], world=world, run=RunSpec(steps=2, micro_batches=2, seed=seed)
@@ -34,19 +34,19 @@ def test_our_system_keeps_its_bits(judged, pool, name, timing, seed, schedule):
 @pytest.mark.parametrize(
     ("timing", "verdict"), [("eager", "pass"), ("lazy", "fail"), ("hostile", "fail")]
 )
-def test_a_wait_on_something_else_passes_eagerly_only(judged, monkeypatch, timing, verdict):
+def test_missing_wait_passes_only_in_an_eager_world(judged, monkeypatch, timing, verdict):
     def finish_reduce(self):
         dist.barrier()
         self._reducing, self.grad_state = None, GradState.REDUCED
 
     monkeypatch.setattr(Unit, "finish_reduce", finish_reduce)
-    # Strict, the world would name the works that nobody waits for, whatever the timing.
+    # A strict world would report works without a wait under any timing.
     world = WorldSpec(size=3, timing=timing, strict=False)
     result = judged(system=SYSTEMS["overlap"], world=world)
     assert result.verdict == verdict
 
 
-def test_a_race_in_flight_is_a_finding_with_its_rank(judged, broken):
+def test_race_in_flight_is_a_finding_with_its_rank(judged, broken):
     broken("Y04")
     overlap = replace(SYSTEMS["overlap"], sync="every")
     result = judged(system=overlap, world=WorldSpec(size=2, timing="lazy"))

@@ -1,4 +1,4 @@
-"""Judges on real worker processes, one for each system under test."""
+"""Judges on real worker processes."""
 
 import importlib.util
 import sys
@@ -16,13 +16,13 @@ TARGETS = "zero_sim_test_targets"
 
 @pytest.fixture(scope="package")
 def told(tmp_path_factory):
-    """Where the target `tells` writes."""
+    """Folder in which the target `tells` writes its files."""
     return tmp_path_factory.mktemp("told")
 
 
 @pytest.fixture(scope="package")
 def targets():
-    """The module of targets, as this process has it."""
+    """Module of targets, imported in this process."""
     spec = importlib.util.spec_from_file_location(TARGETS, Path(__file__).with_name("targets.py"))
     module = sys.modules[TARGETS] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -31,7 +31,7 @@ def targets():
 
 @pytest.fixture(scope="package")
 def judge_on_gloo(tmp_path_factory, told):
-    """One judge, so that all tests share its workers; who it judges is set test by test."""
+    """One judge, so that all tests share its workers; each test sets the target."""
     folder = tmp_path_factory.mktemp("targets")
     source = Path(__file__).with_name("targets.py").read_text()
     folder.joinpath(f"{TARGETS}.py").write_text(source)
@@ -55,7 +55,7 @@ def case(**parts):
 
 @pytest.fixture
 def on_gloo(judge_on_gloo, monkeypatch):
-    """Run a small case on gloo workers; keyword arguments replace whole parts of it."""
+    """Run a small case on gloo workers; keyword arguments replace parts of it."""
 
     def run(target="", *, setup=None, **parts):
         monkeypatch.setattr(judge_on_gloo, "_target", target and f"{TARGETS}:{target}")
@@ -67,5 +67,5 @@ def on_gloo(judge_on_gloo, monkeypatch):
 
 @pytest.fixture
 def make_case():
-    """Make the same small case."""
+    """Return a maker of the same small case."""
     return case

@@ -1,4 +1,4 @@
-"""Systems for worker processes, by name: broken ones, and one that tells all of its state."""
+"""Systems for worker processes: faulty ones, and one that records all of its state."""
 
 import hashlib
 import os
@@ -52,7 +52,7 @@ class _Flips(_Engine):
 
 
 class _Stale(_Engine):
-    """Rank 1 keeps its params of before one step, but for those that it owns."""
+    """Rank 1 keeps the params from before one step, except those that it owns."""
 
     def step(self, *, lr_factor):
         before = {name: param.detach().clone() for name, param in self.params().items()}
@@ -70,7 +70,7 @@ class _Stale(_Engine):
 
 
 class _Misreads(_Engine):
-    """Rank 1 shows a wrong param after one step; it takes a gather to show any."""
+    """Rank 1 reports a wrong param after one step; a report takes a gather."""
 
     def params(self):
         params = dict(super().params())
@@ -80,7 +80,7 @@ class _Misreads(_Engine):
 
 
 class _Misnames(_Engine):
-    """Every rank says a norm one number below that of the gradients."""
+    """Every rank reports a norm one ulp below that of the gradients."""
 
     def step(self, *, lr_factor):
         result = super().step(lr_factor=lr_factor)
@@ -88,7 +88,7 @@ class _Misnames(_Engine):
 
 
 class _Counts(_Engine):
-    """Appends to a file of its rank for each step that the reference of its process takes."""
+    """Writes a line to its rank's file for each step of its process's reference."""
 
     def __init__(self, module, *, scenario, group):
         super().__init__(module, scenario=scenario, group=group)
@@ -126,7 +126,7 @@ class _Hangs(_Engine):
 
 
 class _HangsInA(_Hangs):
-    """In cases whose name begins with an a."""
+    """Hangs only in cases whose name begins with `a`."""
 
     def __init__(self, module, *, scenario, group):
         super().__init__(module, scenario=scenario, group=group)
@@ -145,7 +145,7 @@ class _DiesInA(_HangsInA):
 
 
 class _Slow(_Engine):
-    """Every step takes a third of the time for which a rank may be silent."""
+    """Each step takes a third of the stall limit."""
 
     def __init__(self, module, *, scenario, group):
         super().__init__(module, scenario=scenario, group=group)
@@ -164,7 +164,7 @@ class _Refuses(_Engine):
 
 
 class _Hides(_Engine):
-    """Where in a call its gradients lie it does not tell."""
+    """Omits the size of the call that reduced its gradients."""
 
     def parts(self):
         for part in super().parts():
@@ -172,9 +172,9 @@ class _Hides(_Engine):
 
 
 class _Tells(_Engine):
-    """Appends a hash of all it holds to a file of its rank, before every step and at the end."""
+    """Appends a hash of its state to a file of its rank, before every step and at the end."""
 
-    # To tell, it waits for gathers before their time: no claim to the costs of the textbook.
+    # The hash waits for gathers early, so the engine declares no textbook costs.
     held_bytes = None
 
     def zero_grad(self):

@@ -1,4 +1,4 @@
-"""Bit for bit the same state, step for step, in the simulated world and on gloo's own order."""
+"""The simulated world and gloo give the same bits in every step."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from zero_sim.scenario.spec import ModelSpec, RunSpec, SystemSpec, WorldSpec
 
 @pytest.mark.parametrize("size", range(2, 9))
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_all_state_of_all_steps(on_gloo, judged, targets, told, monkeypatch, size, dtype):
+def test_state_of_all_steps_equals_gloo(on_gloo, judged, targets, told, monkeypatch, size, dtype):
     monkeypatch.setenv("ZERO_SIM_TEST_TELLS", str(told))
     parts = {
         "model": ModelSpec(name="mlp", dtype=dtype, hidden=5),

@@ -1,4 +1,4 @@
-"""Cases on the stand-in for NCCL: probe, rings and judge, as they would run with a GPU a rank."""
+"""Cases on the stand-in for NCCL: probe, rings and judge, as with a GPU per rank."""
 
 import sys
 from dataclasses import replace
@@ -26,7 +26,7 @@ RING = WorldSpec(size=4, order="nccl-ring")
 
 @pytest.fixture(scope="module")
 def standin():
-    """The stand-in, in this process and in workers, on a machine with eight devices."""
+    """Install the stand-in here and in workers, for a machine with eight devices."""
     folder = Path(__file__).parents[2] / "backends"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(folder), *sys.path])
@@ -52,7 +52,7 @@ def judge_on_nccl(standin):
 
 @pytest.fixture
 def on_nccl(judge_on_nccl):
-    """Run a small case; keyword arguments replace whole parts of it."""
+    """Run a small case; keyword arguments replace parts of it."""
 
     def run(**parts):
         chosen = {
@@ -72,7 +72,7 @@ def probed(result):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_ring_of_other_ranks_is_recovered_and_judged_bit_for_bit(on_nccl, stage):
+def test_probed_ring_is_judged_bit_for_bit(on_nccl, stage):
     result = on_nccl(system=SystemSpec(stage=stage, bucket_elems=60))
     assert (result.verdict, result.findings, result.error) == ("pass", (), "")
     assert probed(result) == ["probe: ranks [0, 1, 2, 3] add as ring 0 2 3 1"]
@@ -80,15 +80,15 @@ def test_a_ring_of_other_ranks_is_recovered_and_judged_bit_for_bit(on_nccl, stag
     assert "bound" not in result.owed
 
 
-def test_without_the_ring_that_was_recovered_the_judge_would_be_wrong(on_nccl, monkeypatch):
+def test_judge_without_the_probed_ring_fails(on_nccl, monkeypatch):
     monkeypatch.setattr(Setup, "relies_on_own", lambda *args: False)
     result = on_nccl()
     assert result.verdict == "fail"
     assert result.findings[0].check == "equality.grad"
 
 
-def test_each_communicator_has_a_ring_of_its_own(on_nccl):
-    """Blocks of three, and the ranks that hold a shard in both, are turned differently."""
+def test_each_communicator_has_its_own_ring(on_nccl):
+    """Shard groups of three and their replica groups have different rings."""
     result = on_nccl(
         world=replace(RING, size=6), system=SystemSpec(redundancy=2, bucket_elems=60, stage=1)
     )
@@ -127,13 +127,13 @@ def test_avg_of_nccl_is_a_product_before_the_sum(on_nccl):
     assert (result.verdict, result.findings, result.error) == ("pass", (), "")
 
 
-def test_avg_is_a_division_where_nccl_only_moves_data(on_nccl):
+def test_avg_is_a_division_if_nccl_only_moves_data(on_nccl):
     result = on_nccl(system=FSDP2, model=FP32, world=WorldSpec(size=3))
     assert (result.verdict, result.findings, result.error) == ("pass", (), "")
 
 
-def test_avg_is_nccls_own_where_it_adds_as_it_likes(standin):
-    """Of three ranks it rounds what they bring, so that the sum depends on the order."""
+def test_native_avg_uses_the_rounding_of_nccl(standin):
+    """With three ranks, NCCL rounds each contribution, so the sum depends on the order."""
     exact = ModelSpec(name="bit-hash", shapes=((5, 3), (4,)))
     setup = replace(own_setup("nccl"), native=True)
 
@@ -147,7 +147,7 @@ def test_avg_is_nccls_own_where_it_adds_as_it_likes(standin):
     assert setup.why_left_out(replace(case(3), system=SystemSpec())) == ""
 
 
-def test_what_is_fixed_is_noted(on_nccl):
+def test_pinned_settings_are_noted(on_nccl):
     notes = "\n".join(on_nccl().notes)
     assert "nccl added in its own order, modelled as nccl-ring" in notes
     assert "NCCL 2.30.7, CUDA none on stand-in, 4 processes" in notes
@@ -155,7 +155,7 @@ def test_what_is_fixed_is_noted(on_nccl):
     assert "TORCH_NCCL_NAN_CHECK=0" in notes
 
 
-def test_more_ranks_than_devices_are_left_out(standin, monkeypatch):
+def test_case_with_more_ranks_than_devices_is_omitted(standin, monkeypatch):
     monkeypatch.setenv("ZERO_SIM_TEST_GPUS", "2")
     setup = own_setup("nccl")
     assert setup.ranks_max == 2

@@ -1,4 +1,4 @@
-"""Cases on gloo processes: the same verdicts as in the simulated world, whatever a worker does."""
+"""Verdicts on gloo processes equal those of the simulated world, even if a worker fails."""
 
 from dataclasses import replace
 
@@ -48,7 +48,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_right_system_passes_and_as_much_is_compared(on_gloo, judged, kind):
+def test_right_system_passes_and_compares_as_many_elements(on_gloo, judged, kind):
     real = on_gloo(**KINDS[kind])
     assert (real.verdict, real.findings, real.error) == ("pass", (), "")
     simulated = judged(**{"run": RunSpec(steps=3), **KINDS[kind]})
@@ -57,22 +57,18 @@ def test_a_right_system_passes_and_as_much_is_compared(on_gloo, judged, kind):
 
 
 @pytest.mark.parametrize("parts", [{}, *RELOADS.values()], ids=["plain", *RELOADS])
-def test_a_wrong_element_is_found_where_the_simulated_world_finds_it(
-    on_gloo, judged, targets, parts
-):
+def test_wrong_element_has_the_findings_of_the_simulated_world(on_gloo, judged, targets, parts):
     parts = {"run": RunSpec(steps=4), **parts}
     real, simulated = on_gloo("flips", **parts), judged(targets.flips, **parts)
     assert real.verdict == "fail"
-    # Where in the log the calls stand only the simulated world knows.
+    # Only the simulated world has a log, and so positions of calls.
     assert real.findings == tuple(
         replace(finding, call_start=None, call_stop=None) for finding in simulated.findings
     )
 
 
-def test_a_finding_on_one_rank_does_not_end_the_gathers_of_its_judge_alone(
-    on_gloo, judged, targets
-):
-    # The judge of rank 0 finds nothing and goes on to gather params, for which it needs rank 1.
+def test_finding_on_one_rank_keeps_gathers_of_all_judges(on_gloo, judged, targets):
+    # Rank 0's judge finds nothing and continues to gather params, which needs rank 1.
     parts = {"run": RunSpec(steps=4), "system": SystemSpec(stage=3)}
     real, simulated = on_gloo("misreads", **parts), judged(targets.misreads, **parts)
     assert real.verdict == "fail"
@@ -81,7 +77,7 @@ def test_a_finding_on_one_rank_does_not_end_the_gathers_of_its_judge_alone(
     )
 
 
-def test_guards_hold(on_gloo):
+def test_same_data_passes_and_planted_nan_is_an_error(on_gloo):
     data = DataSpec(ranks="same")
     result = on_gloo(data=replace(data, rows=2), model=ModelSpec(name="params", shapes=((3,),)))
     assert result.verdict == "pass"
@@ -90,8 +86,8 @@ def test_guards_hold(on_gloo):
     assert "of step 0 on rank 1. data.nan plants it" in result.error
 
 
-def test_a_step_that_the_reference_cannot_take_either_is_no_finding(on_gloo, judged):
-    """torch's optimizer raises in the system first, which asks nobody."""
+def test_step_that_the_reference_cannot_take_is_an_error(on_gloo, judged):
+    """torch's optimizer raises in the system first."""
     parts = {"optimizer": OptimizerSpec(lr=3e38), "run": RunSpec(steps=4)}
     real, simulated = on_gloo(**parts), judged(**parts)
     assert (real.verdict, real.findings) == ("error", ())
@@ -100,8 +96,8 @@ def test_a_step_that_the_reference_cannot_take_either_is_no_finding(on_gloo, jud
 
 
 @pytest.mark.parametrize("order", ["gloo", "linear"])
-def test_what_a_rank_raises_comes_before_what_that_does_to_the_others(on_gloo, order):
-    # Who waited for the others to be silent for so long would not come to an end here.
+def test_error_of_a_rank_comes_before_its_consequences(on_gloo, order):
+    # Waiting for the stall limit would never end here.
     run = RunSpec(steps=3, stall_seconds=3600.0)
     result = on_gloo("raises", world=WorldSpec(size=3, order=order), run=run)
     assert result.verdict == "fail"
@@ -112,26 +108,26 @@ def test_what_a_rank_raises_comes_before_what_that_does_to_the_others(on_gloo, o
     assert on_gloo().verdict == "pass"
 
 
-def test_a_refusal_on_one_rank_is_no_verdict(on_gloo):
+def test_refusal_on_one_rank_is_an_error(on_gloo):
     result = on_gloo("refuses")
     assert (result.verdict, result.error) == ("error", "expected another scenario")
 
 
-def test_a_case_outside_the_capabilities_is_refused(on_gloo):
+def test_case_outside_the_capabilities_is_refused(on_gloo):
     plain = SystemSpec(target="torch-ddp", stage=0)
     result = on_gloo(system=plain, world=WorldSpec(size=2, order="gloo"))
     assert (result.verdict, result.findings) == ("error", ())
     assert "world.order: this target supports 'linear'" in result.error
 
 
-def test_a_system_that_hides_what_the_order_needs_is_told_so(on_gloo):
+def test_engine_without_required_positions_is_refused(on_gloo):
     result = on_gloo("hides", world=WorldSpec(size=3, order="gloo"))
     assert (result.verdict, result.findings) == ("error", ())
     assert "to report the positions of its gradients in the calls" in result.error
     assert on_gloo().verdict == "pass"
 
 
-def test_a_worker_that_dies_costs_one_case(on_gloo):
+def test_dead_worker_costs_one_case(on_gloo):
     verdicts = [on_gloo(target).verdict for target in ("", "dies", "")]
     assert verdicts == ["pass", "fail", "pass"]
     finding = on_gloo("dies").findings[0]
@@ -139,7 +135,7 @@ def test_a_worker_that_dies_costs_one_case(on_gloo):
     assert finding.message == "rank 1: its process ended with exit status 3"
 
 
-def test_a_hang_shows_where_every_rank_was(on_gloo, with_enough_time):
+def test_hang_reports_the_position_of_every_rank(on_gloo, with_enough_time):
     result = with_enough_time(
         lambda seconds: on_gloo("hangs", run=RunSpec(steps=3, stall_seconds=seconds)),
         seconds=1.5,
@@ -155,7 +151,7 @@ def test_a_hang_shows_where_every_rank_was(on_gloo, with_enough_time):
     assert on_gloo().verdict == "pass"
 
 
-def test_a_case_may_take_longer_than_a_rank_may_be_silent(on_gloo, with_enough_time):
+def test_case_may_take_longer_than_the_stall_limit(on_gloo, with_enough_time):
     def attempt(seconds):
         run = RunSpec(steps=4, stall_seconds=seconds)
         return seconds, on_gloo("slow", run=run, world=WorldSpec(size=2))
@@ -169,7 +165,7 @@ def test_a_case_may_take_longer_than_a_rank_may_be_silent(on_gloo, with_enough_t
 
 @pytest.fixture
 def drifted(on_gloo, monkeypatch):
-    """Run a small case on gloo, which is said to add in another order than it does."""
+    """Run a small case on gloo, declared with another order than its own."""
     monkeypatch.setitem(setups.OWN_ORDERS, "gloo", "tree")
 
     def run(target="", **parts):
@@ -178,44 +174,44 @@ def drifted(on_gloo, monkeypatch):
     return run
 
 
-class TestABackendThatAddsOtherwiseThanItsModel:
-    def test_is_judged_by_bounds(self, drifted):
+class TestOrderDrift:
+    def test_drifted_sums_are_judged_by_bounds(self, drifted):
         result = drifted(model=ModelSpec(name="mlp", dtype="fp32"))
         assert (result.verdict, result.findings) == ("pass", ())
         assert result.owed.keys() == {"bound", "order-free"}
         (note,) = (note for note in result.notes if note.startswith("backend.order-drift: "))
         assert "drift: expected ((0+1)+(2+3)) as in tree" in note
 
-    def test_would_be_no_wrong_optimizer_under_the_model(self, drifted, monkeypatch):
+    def test_declared_order_would_fail(self, drifted, monkeypatch):
         monkeypatch.setattr(Setup, "relies_on_own", lambda *args: False)
         assert drifted(model=ModelSpec(name="mlp", dtype="fp32")).verdict == "fail"
 
-    def test_a_wrong_update_is_found(self, drifted):
+    def test_wrong_update_is_found(self, drifted):
         result = drifted("flips")
         assert result.verdict == "fail"
         assert result.findings[0].check == "equality.master"
         assert (result.findings[0].step, result.findings[0].rank) == (1, 1)
 
-    def test_stale_params_of_one_rank_are_found_though_it_judges_itself(self, drifted):
+    def test_stale_params_of_one_rank_are_found(self, drifted):
         result = drifted("stale", optimizer=OptimizerSpec(lr=0.1))
         assert result.verdict == "fail"
         finding = result.findings[0]
         assert (finding.check, finding.step, finding.rank) == ("invariant.replicas", 1, 1)
         assert finding.message == "the working param differs from that of rank 0"
 
-    def test_a_norm_of_other_gradients_is_found_though_no_rank_has_them_all(self, drifted):
+    def test_norm_of_other_gradients_is_found(self, drifted):
         result = drifted("misnames")
         assert [finding.check for finding in result.findings] == ["equality.norm"]
         assert "from that of the reported gradients" in result.findings[0].message
 
     @pytest.mark.parametrize("stage", [0, 1])
-    def test_clipping_and_overlap(self, drifted, stage):
+    def test_clipping_and_overlap_pass(self, drifted, stage):
         result = drifted(
             system=SystemSpec(stage=stage, bucket_elems=50), optimizer=OptimizerSpec(clip_norm=0.01)
         )
         assert result.verdict == "pass", result.findings
 
-    def test_is_named_where_bounds_are_no_help(self, drifted):
+    def test_drift_without_bounds_is_an_error(self, drifted):
         result = drifted(model=ModelSpec(name="fp8", dtype="bf16"))
         assert result.verdict == "error"
         (finding,) = result.findings
@@ -224,14 +220,14 @@ class TestABackendThatAddsOtherwiseThanItsModel:
         assert "drift: expected ((0+1)+(2+3)) as in tree" in finding.detail
 
 
-def test_an_order_that_nobody_is_told(on_gloo):
+def test_unknown_order_passes(on_gloo):
     result = on_gloo(world=WorldSpec(size=4, order="gloo", order_known=False))
     assert result.verdict == "pass"
     assert "gloo added in its own order, unknown to the judge" in result.notes
 
 
 @pytest.mark.parametrize("model", ["bit-hash", "ternary"])
-def test_exact_models_pass_whatever_order_the_oracle_adds_in(on_gloo, model):
+def test_exact_models_pass_in_any_assumed_order(on_gloo, model):
     shapes = None if model == "ternary" else ((3, 5), (7,))
     result = on_gloo(
         setup=Setup(backend="gloo", native=True),
@@ -244,15 +240,15 @@ def test_exact_models_pass_whatever_order_the_oracle_adds_in(on_gloo, model):
     assert "gloo added in its own order, the oracle in order random-tree" in result.notes
 
 
-class TestLeftOut:
+class TestOmitted:
     def why(self, make_case, **setup):
         return Setup(backend="gloo", **setup).why_left_out(make_case)
 
-    def test_faults(self, make_case):
+    def test_planned_faults_are_omitted(self, make_case):
         fault = FaultSpec(kind="crash", rank=0)
         assert "planned faults" in self.why(make_case(faults=(fault,)))
 
-    def test_too_many_ranks_even_after_a_reload(self, make_case):
+    def test_too_many_ranks_after_a_reload_are_omitted(self, make_case):
         assert self.why(make_case(**RELOADS["more ranks"]), ranks_max=2) == "more than 2 ranks"
         assert self.why(make_case(**RELOADS["more ranks"]), ranks_max=3) == ""
 
@@ -264,7 +260,7 @@ class TestLeftOut:
             ({}, ""),
         ],
     )
-    def test_natively_reduce_operations_that_it_has_not(self, make_case, options, why):
+    def test_native_case_with_an_unsupported_operation_is_omitted(self, make_case, options, why):
         case = make_case(
             model=ModelSpec(name="bit-hash", shapes=((3, 5),)),
             optimizer=OptimizerSpec(name="sgd", lr=0.0625),
@@ -275,7 +271,7 @@ class TestLeftOut:
         assert self.why(case, native=True) == why
         assert self.why(case) == ""
 
-    def test_natively_what_depends_on_another_order(self, make_case):
+    def test_native_case_in_another_order_is_omitted(self, make_case):
         assert "not gloo's own" in self.why(make_case(), native=True)
         assert self.why(make_case(world=WorldSpec(size=3, order="gloo")), native=True) == ""
 
@@ -284,14 +280,14 @@ OF_PARAMS = {"model": ModelSpec(name="mlp", hidden=5), "system": SystemSpec(stag
 
 
 @pytest.mark.usefixtures("targets")
-def test_a_point_that_is_not_declared_is_worked_out_on_the_processes(on_gloo):
+def test_undeclared_point_is_inferred_on_the_processes(on_gloo):
     result = on_gloo("shows_means", **OF_PARAMS)
     assert result.verdict == "pass"
     assert "grads_told = 'after-division'" in taken_notes(result)[0]
 
 
 @pytest.mark.usefixtures("targets")
-def test_a_case_that_passes_by_params_only_is_judged_with_sgd(on_gloo):
+def test_params_only_pass_is_judged_with_sgd(on_gloo):
     shapes = ModelSpec(name="params", shapes=((3,), (5,)))
     result = on_gloo("undivided", model=shapes, system=SystemSpec(stage=0))
     assert (result.verdict, result.twin.optimizer.name) == ("fail", "sgd")
@@ -299,15 +295,15 @@ def test_a_case_that_passes_by_params_only_is_judged_with_sgd(on_gloo):
 
 
 @pytest.mark.usefixtures("targets")
-def test_what_differs_is_explained_on_the_processes(on_gloo):
-    """By each rank's process, from what that rank shows; a rule has to fit all of them."""
+def test_difference_is_explained_on_the_processes(on_gloo):
+    """Each rank's process tries rules on its own values; a rule must fit all ranks."""
     first = on_gloo("misdeclares").findings[0]
     assert first.check == "equality.grad"
     assert "with divide = 'premul'" in first.detail
     assert "these are the bits of divide = " in first.detail
 
 
-def test_a_second_layout_is_compared_with(judge_on_gloo, monkeypatch):
+def test_second_layout_is_compared(judge_on_gloo, monkeypatch):
     monkeypatch.setattr(judge_on_gloo, "_target", "tests.targets.momentum8:Faulty")
     scenario = case(
         model=ModelSpec(name="bit-hash", shapes=((6, 2),)),

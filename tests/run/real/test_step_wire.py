@@ -1,4 +1,4 @@
-"""One process computes the reference for all, as long as all agrees; findings are as without."""
+"""One process computes the reference for all while values agree; findings do not change."""
 
 import threading
 from dataclasses import replace
@@ -32,7 +32,7 @@ OVERFLOW = {
 
 @pytest.fixture
 def steps_taken(on_gloo, told):
-    """Run a case; its result, and how many steps the reference of each process took."""
+    """Run a case; return its result and the number of reference steps of each process."""
 
     def run(target="counts", **parts):
         result = on_gloo(target, **parts)
@@ -57,22 +57,22 @@ def steps_taken(on_gloo, told):
     ],
     ids=["plain", "gloo's order", "overlap", "stage 3", "experts", "clipping"],
 )
-def test_where_all_agrees_one_process_takes_the_steps(steps_taken, parts):
+def test_one_process_takes_the_steps_while_all_agree(steps_taken, parts):
     result, taken = steps_taken(**parts)
     assert result.verdict == "pass"
     assert taken == {0: 3}
 
 
-def test_of_all_groups_that_share_a_norm(steps_taken):
+def test_one_process_takes_the_steps_of_groups_with_a_shared_norm(steps_taken):
     parts = {"world": WorldSpec(size=4), "topology": TopologySpec(tp=2)}
     result, taken = steps_taken(optimizer=OptimizerSpec(clip_norm=0.1), **parts)
     assert result.verdict == "pass"
     assert taken == {0: 6}
 
 
-def test_who_is_wrong_takes_all_steps_itself(steps_taken, judged, targets):
+def test_wrong_rank_takes_all_steps_itself(steps_taken, judged, targets):
     result, taken = steps_taken("flips_and_counts")
-    # Rank 0 and rank 2 hold in their params what rank 1 has spoilt; all of them look for a cause.
+    # Ranks 0 and 2 gathered params that rank 1 corrupted, so all ranks look for a cause.
     assert taken[1] == 2
     simulated = judged(targets.flips, run=RunSpec(steps=3))
     assert result.findings == tuple(
@@ -90,13 +90,13 @@ def test_who_is_wrong_takes_all_steps_itself(steps_taken, judged, targets):
     ],
     ids=["unknown order", "reload", "one device"],
 )
-def test_where_digests_are_not_enough_each_takes_its_own(steps_taken, parts):
+def test_case_without_digests_takes_steps_on_each_process(steps_taken, parts):
     result, taken = steps_taken(**parts)
     assert result.error == ""
     assert not taken or set(taken) == {0, 1, 2}
 
 
-def test_from_an_overflow_on_each_takes_its_own(steps_taken):
+def test_steps_after_an_overflow_are_taken_on_each_process(steps_taken):
     result, taken = steps_taken(**OVERFLOW)
     assert result.verdict == "pass"
     assert taken == {0: 3, 1: 3, 2: 3}
@@ -104,7 +104,7 @@ def test_from_an_overflow_on_each_takes_its_own(steps_taken):
 
 @pytest.fixture
 def ends():
-    """Return both ends of a store: that of the rank that takes the steps, and another one's."""
+    """Return both ends of a store: the rank that takes the steps, and another rank."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     other = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
 
@@ -119,11 +119,11 @@ def ends():
 
 @pytest.fixture
 def step():
-    """A step and its group."""
+    """Return a step and its group."""
     return taken()
 
 
-def test_what_is_told_is_heard(ends, step):
+def test_shared_step_is_received(ends, step):
     (teller, hearer), (own, group) = ends(), step
     teller.begin(0)
     teller.keep([own], groups=[group])
@@ -131,24 +131,24 @@ def test_what_is_told_is_heard(ends, step):
     assert teller.find(0) is None
 
 
-def test_that_nothing_is_told_is_heard_too(ends):
+def test_stop_of_sharing_is_received(ends):
     teller, hearer = ends(3600.0)
     teller.stop(4)
     assert hearer.find(4) is None
 
 
-def test_nobody_waits_for_a_step_that_is_never_begun(ends):
+def test_step_never_begun_is_not_awaited(ends):
     _, hearer = ends(3600.0)
     assert hearer.find(0) is None
 
 
-def test_nor_for_ever_for_one_that_was_begun(ends):
+def test_step_begun_but_never_shared_times_out(ends):
     teller, hearer = ends()
     teller.begin(0)
     assert hearer.find(0) is None
 
 
-def test_a_step_that_takes_longer_is_waited_for(monkeypatch, ends, step):
+def test_slow_step_is_awaited(monkeypatch, ends, step):
     monkeypatch.setattr("zero_sim.run.real._BEGIN_SECONDS", 0.0)
     (teller, hearer), (own, group) = ends(60.0), step
     teller.begin(0)
@@ -158,7 +158,7 @@ def test_a_step_that_takes_longer_is_waited_for(monkeypatch, ends, step):
     later.join()
 
 
-def test_who_ends_lets_nobody_wait(ends, step):
+def test_close_releases_waiting_ranks(ends, step):
     (teller, hearer), (own, group) = ends(3600.0), step
     teller.begin(0)
     teller.keep([own], groups=[group])

@@ -1,4 +1,4 @@
-"""The command line under torchrun, as users start it; every test starts several processes."""
+"""The command line under torchrun; every test starts several processes."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def torchrun(count, *arguments):
     )
 
 
-def test_four_ranks_judge_all_cases_and_one_speaks(tmp_path):
+def test_four_ranks_judge_all_cases_and_one_prints(tmp_path):
     cases = {
         "many": PLAIN.format(size=4, more=MANY),
         "fewer": PLAIN.format(size=3, more=CHANGED),
@@ -51,11 +51,11 @@ def run_two(folder, target, *, seconds):
     return torchrun(2, folder, "--backend", "gloo", "--target", f"targets:{target}")
 
 
-def test_a_hang_is_told_with_every_ranks_call_and_costs_one_case(tmp_path, with_enough_time):
+def test_hang_reports_the_call_of_every_rank_and_costs_one_case(tmp_path, with_enough_time):
     seconds, done = with_enough_time(
         lambda seconds: (seconds, run_two(tmp_path, "hangs_in_a", seconds=seconds)),
         seconds=3.0,
-        # A rank that still begins is told as hung, too, where time is short.
+        # If time is short, a rank that is still starting is reported as hung, too.
         fits=lambda outcome: (
             "2 cases: 1 passed, 1 failed" in outcome[1].stdout
             and "group=self.aside" in outcome[1].stdout
@@ -66,12 +66,12 @@ def test_a_hang_is_told_with_every_ranks_call_and_costs_one_case(tmp_path, with_
     assert f"world.hung: 2 ranks gave no sign of life for {seconds:g} s" in done.stdout
     assert "rank 0 was at:" in done.stdout
     assert "dist.all_reduce(torch.ones(7), group=self.aside)" in done.stdout
-    # Torch's own record of what is under way.
+    # torch's own record of pending calls.
     assert "pending: gloo:all_gather, call 1, of [7] Float, scheduled" in done.stdout
     assert "2 cases: 1 passed, 1 failed" in done.stdout
 
 
-def test_a_rank_that_dies_costs_one_case(tmp_path):
+def test_dead_rank_costs_one_case(tmp_path):
     done = run_two(tmp_path, "dies_in_a", seconds=600)
     assert done.returncode == 1, done.stderr
     assert "world.rank-died: rank 1: its process ended with exit status 3" in done.stdout
