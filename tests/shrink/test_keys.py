@@ -1,4 +1,4 @@
-"""When two findings are one, and which may be shrunk."""
+"""Keys that identify a finding, and findings that may be shrunk."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def result(verdict="fail", strip=None, message="m", **finding):
 
 
 def strip(*differ, buckets=2, shards=2, shard_elems=4, padding=()):
-    """A buffer of some buckets, of some shards each."""
+    """Return a buffer of some buckets with some shards each."""
     of_bucket = shards * shard_elems
     places = [(bucket, shard) for bucket in range(buckets) for shard in range(shards)]
     return BufferMap(
@@ -47,14 +47,14 @@ def test_two_values_of_one_finding_have_one_key():
     assert key_of(one) == key_of(other) == Key("a", "p", "dense", "values", "")
 
 
-def test_values_are_as_far_apart_as_a_part_of_the_largest():
-    """What cancels to nearly nothing is no large difference for that."""
+def test_distance_is_relative_to_the_largest_value():
+    """So cancellation to nearly zero is not a large difference."""
     sides = torch.tensor([4.0, 1e-9]), torch.tensor([3.0, 3e-9])
     evidence = Evidence(start=0, expected=sides[0], got=sides[1])
     assert how_far_apart(result(check="a", evidence=evidence)) == 0.25
 
 
-def test_what_is_no_difference_of_values_is_further_apart_than_any():
+def test_other_differences_are_beyond_any_distance_of_values():
     nothing, nan = torch.ones(1), torch.tensor([float("nan")])
     evidence = Evidence(start=0, expected=nothing, got=nan)
     assert how_far_apart(result(check="world.deadlock")) == BEYOND_VALUES
@@ -66,19 +66,19 @@ def test_experts_are_another_kind():
     assert key_of(one).kind == "expert"
 
 
-def test_what_differs_in_another_manner_is_another_finding():
+def test_another_manner_is_another_finding():
     assert key_of(result(check="a", manner="zeros")) != key_of(result(check="a", manner="sign"))
 
 
-def test_what_is_not_wrong_has_none():
+def test_inconclusive_result_has_no_key():
     assert key_of(result("inconclusive", check="guard.x")) is None
 
 
-def test_a_case_that_was_refused_is_one():
+def test_refused_case_has_a_key():
     assert key_of(result("error")) == Key("refused")
 
 
-def test_a_key_of_an_earlier_version_has_fewer_parts():
+def test_key_of_an_earlier_version_has_fewer_parts():
     assert Key.from_list(["a", "p", "dense"]) == Key("a", "p", "dense", "", "")
 
 
@@ -97,7 +97,7 @@ def test_a_key_of_an_earlier_version_has_fewer_parts():
         ("rank 0 raised KeyError: 'p0'", "rank 2 raised KeyError: 'p14'"),
     ],
 )
-def test_a_message_counts_without_what_is_of_one_case(one, other):
+def test_key_ignores_numbers_and_paths_in_a_message(one, other):
     assert key_of(result(check="w", message=one)) == key_of(result(check="w", message=other))
 
 
@@ -119,40 +119,40 @@ def test_two_messages_of_one_check_are_two_findings():
         ([(2, 7), (9, 12)], ""),
     ],
 )
-def test_where_all_that_differs_lies(differ, place):
+def test_common_place_of_all_differences(differ, place):
     assert key_of(result(check="a", strip=strip(*differ))).place == place
 
 
-def test_the_end_of_a_shard_is_before_its_padding():
+def test_end_of_a_shard_is_before_its_padding():
     found = strip((2, 3), (13, 14), buckets=1, shard_elems=8, padding=((3, 8), (14, 16)))
     assert key_of(result(check="a", strip=found)).place == "shard end"
 
 
-def test_a_part_that_is_all_there_is_tells_nothing():
+def test_buffer_of_one_part_has_no_place():
     assert key_of(result(check="a", strip=strip((0, 1), buckets=1, shards=1, shard_elems=1))) == (
         "a", "", "", "m", "",
     )  # fmt: skip
 
 
-def test_a_strip_of_another_check_tells_nothing():
+def test_strip_of_another_check_is_ignored():
     assert key_of(result(check="b", strip=strip((8, 16)))).place == ""
 
 
 class TestBecoming:
-    """Which findings of smaller cases a finding may become."""
+    """Findings that a finding may become in a smaller case."""
 
-    def test_what_was_in_the_last_bucket_may_be_in_the_only_one(self):
+    def test_last_bucket_may_become_the_only_one(self):
         key = key_of(result(check="a", strip=strip((8, 16))))
         assert may_become(key, result(check="a", strip=strip((0, 8), buckets=1)))
 
-    def test_what_was_in_the_last_bucket_may_not_be_in_the_first_of_two(self):
+    def test_last_bucket_may_not_become_the_first_of_two(self):
         key = key_of(result(check="a", strip=strip((8, 16))))
         assert not may_become(key, result(check="a", strip=strip((0, 8))))
 
-    def test_a_case_that_passes_has_no_finding(self):
+    def test_passed_case_has_no_finding(self):
         assert not may_become(key_of(result(check="a")), result("pass"))
 
 
 @pytest.mark.parametrize(("check", "may"), [("equality.grad", True), ("expect.accuracy", False)])
-def test_an_expectation_is_of_a_case_at_its_size(check, may):
+def test_findings_may_shrink_but_expectations_may_not(check, may):
     assert may_shrink(Key(check)) is may

@@ -1,4 +1,4 @@
-"""The search for a smaller case, with predicates that need no world."""
+"""Search for a smaller case, with predicates that need no world."""
 
 import math
 from dataclasses import replace
@@ -78,7 +78,7 @@ def is_cut(scenario):
     return scenario.world.size >= 2 and any(elems >= 2 for elems in elems_of(scenario))
 
 
-def test_what_any_case_has_shrinks_to_the_least_case():
+def test_predicate_true_for_all_shrinks_to_the_least_case():
     small = shrink(case(), fails=lambda scenario: True)
     assert small.complete
     assert (small.size.ranks, small.size.params, small.size.steps, small.size.features) == (
@@ -86,8 +86,8 @@ def test_what_any_case_has_shrinks_to_the_least_case():
     )  # fmt: skip
 
 
-def test_a_case_without_elements_is_not_tried():
-    """Nothing would be computed in it, and so nothing could be wrong."""
+def test_case_without_elements_is_not_tried():
+    """It computes nothing, so nothing could be wrong."""
     tried = []
 
     def fails(scenario):
@@ -97,7 +97,7 @@ def test_a_case_without_elements_is_not_tried():
     assert shrink(case(), fails=fails).size.elements == min(tried) == 1
 
 
-def test_a_cut_param_needs_two_ranks_and_one_param_of_two_elements():
+def test_sharded_param_needs_two_ranks_and_two_elements():
     small = shrink(case(), fails=is_cut)
     assert small.size == Size(ranks=2, params=1, elements=2, steps=1, features=0)
     assert small.scenario.run.seed == 0
@@ -112,8 +112,8 @@ def test_two_features_that_need_each_other_stay():
     assert small.scenario.system.bucket_elems == 1
 
 
-def test_a_pair_of_numbers_goes_by_itself():
-    """Betas are a value like any other, though a tuple holds them."""
+def test_pair_of_numbers_is_removed_as_one_value():
+    """For example betas, although they are a tuple."""
     spec = OptimizerSpec(clip_norm=0.5, betas=(0.5, 0.75))
     small = shrink(
         replace(case(), optimizer=spec), fails=lambda each: each.optimizer.clip_norm is not None
@@ -121,7 +121,7 @@ def test_a_pair_of_numbers_goes_by_itself():
     assert small.scenario.optimizer.betas == (0.9, 0.999)
 
 
-def test_a_group_follows_its_param():
+def test_group_follows_its_param():
     def fails(scenario):
         named = {f"p{index}": n for index, n in enumerate(elems_of(scenario))}
         return any(
@@ -133,22 +133,22 @@ def test_a_group_follows_its_param():
     assert (small.scenario.model.shapes, len(small.scenario.optimizer.groups)) == (((5,),), 1)
 
 
-def test_experts_stay_where_they_matter():
+def test_experts_stay_if_needed():
     small = shrink(case(MOE), fails=lambda scenario: scenario.topology.ep > 1)
     assert (small.scenario.topology.ep, small.scenario.world.size) == (2, 2)
     assert (small.scenario.model.hidden, small.scenario.model.experts) == (1, 2)
 
 
 @pytest.mark.parametrize("name", ["unusual", "mlp"])
-def test_ranks_that_begin_apart_do_so_with_a_plainer_model(name):
+def test_distinct_start_shrinks_to_bare_params(name):
     model = f'{{ name = "{name}", distinct_start = true }}'
     (start,) = parse_cases(f"schema = 1\nmodel = {model}", source="x", stem="x")
     small = shrink(start, fails=lambda case: case.model.distinct_start).scenario
     assert (small.model.name, small.model.shapes) == ("params", ((1,),))
 
 
-def test_two_cells_of_one_rank_are_traded_for_a_network():
-    """What needs two parts of a model needs no model that has them by itself."""
+def test_experts_are_traded_for_two_bare_parts():
+    """Two parts of a model do not need a model with experts."""
     small = shrink(
         case(MOE),
         fails=lambda case: case.topology.ep > 1 or case.topology.pp * case.topology.tp > 1,
@@ -156,7 +156,7 @@ def test_two_cells_of_one_rank_are_traded_for_a_network():
     assert small.size == Size(ranks=2, params=1, elements=1, steps=1, features=1)
 
 
-def test_a_watch_with_something_in_flight_is_traded_for_all_other_features():
+def test_races_with_buckets_are_traded_for_all_other_features():
     def fails(scenario):
         watched = scenario.world.races and scenario.system.bucket_elems is not None
         return watched or (scenario.optimizer.name == "rmsprop" and scenario.run.micro_batches == 3)
@@ -166,8 +166,8 @@ def test_a_watch_with_something_in_flight_is_traded_for_all_other_features():
     assert small.size.features == 2
 
 
-def test_a_feature_may_go_with_another_draw_of_the_data():
-    """Here it was there for its rounding alone, which another seed has too."""
+def test_feature_may_be_removed_with_another_seed():
+    """The feature only changed the rounding, as another seed does."""
 
     def fails(scenario):
         grouped, seed = bool(scenario.optimizer.groups), scenario.run.seed
@@ -177,7 +177,7 @@ def test_a_feature_may_go_with_another_draw_of_the_data():
     assert (small.scenario.optimizer.groups, small.scenario.run.seed) == ((), 21)
 
 
-def test_what_rounds_in_some_draws_is_looked_for_in_one_element():
+def test_rounding_is_searched_in_one_element():
     def fails(scenario):
         elems = sum(elems_of(scenario))
         rounds = elems and scenario.optimizer.lr == 0.1 and scenario.run.seed == 19
@@ -187,7 +187,7 @@ def test_what_rounds_in_some_draws_is_looked_for_in_one_element():
     assert (small.size.ranks, small.size.params, small.size.elements) == (3, 1, 1)
 
 
-def test_a_world_that_only_a_reload_has_becomes_the_only_one():
+def test_world_after_a_reload_becomes_the_only_one():
     def fails(scenario):
         after = scenario.reload
         size = scenario.world.size if after is None else after.world_size or scenario.world.size
@@ -198,7 +198,7 @@ def test_a_world_that_only_a_reload_has_becomes_the_only_one():
     assert small.scenario.world.size == 2
 
 
-def test_only_valid_and_smaller_cases_are_tried_and_each_once():
+def test_only_valid_smaller_cases_are_tried_once_each():
     tried = []
 
     def fails(scenario):
@@ -213,7 +213,7 @@ def test_only_valid_and_smaller_cases_are_tried_and_each_once():
     assert all(order_of(scenario) < order_of(start) for scenario in tried)
 
 
-def test_nothing_smaller_that_would_be_tried_fails():
+def test_no_smaller_candidate_fails():
     small = shrink(case(), fails=is_cut)
     assert not any(
         is_cut(candidate)
@@ -223,16 +223,16 @@ def test_nothing_smaller_that_would_be_tried_fails():
     )
 
 
-def test_two_searches_are_one():
+def test_search_is_deterministic():
     assert shrink(case(), fails=is_cut).scenario == shrink(case(), fails=is_cut).scenario
 
 
-def test_one_that_shrank_does_not_shrink_again():
+def test_shrunk_case_does_not_shrink_again():
     small = shrink(case(), fails=is_cut)
     assert shrink(small.scenario, fails=is_cut).scenario == small.scenario
 
 
-def test_a_case_that_cannot_be_smaller_is_what_it_was():
+def test_case_that_cannot_shrink_is_unchanged():
     start = case()
     small = shrink(start, fails=lambda scenario: False)
     assert (small.scenario, small.size) == (start, size_of(start))
@@ -241,18 +241,18 @@ def test_a_case_that_cannot_be_smaller_is_what_it_was():
 @pytest.mark.parametrize(
     ("limits", "stopped"), [(Limits(cases=3), "cases"), (Limits(seconds=0.0), "seconds")]
 )
-def test_a_limit_ends_it_and_says_so(limits, stopped):
+def test_limit_stops_the_search_and_is_reported(limits, stopped):
     small = shrink(case(), fails=lambda scenario: False, limits=limits)
     assert (small.complete, small.stopped) == (False, stopped)
     assert small.cases <= 3
 
 
-def test_whoever_asked_can_end_it():
+def test_caller_can_stop_the_search():
     small = shrink(case(), fails=lambda scenario: True, is_over=lambda: True)
     assert (small.scenario, small.stopped, small.cases) == (case(), "asked", 0)
 
 
-def test_a_case_that_may_not_be_run_counts_for_nothing():
+def test_case_that_may_not_run_is_not_counted():
     small = shrink(case(), fails=lambda scenario: True, may_ask=lambda scenario: False)
     assert (small.scenario, small.complete, small.cases) == (case(), True, 0)
 
@@ -271,19 +271,19 @@ one_rank = [{ param = "p2", rank = 3, micro_batch = 2 }]
 """
 
 
-def test_a_tied_param_shrinks_to_one_of_one_element():
+def test_tied_param_shrinks_to_one_element():
     small = shrink(case(READERS), fails=lambda scenario: bool(scenario.model.tied))
     assert (small.scenario.model.tied, small.scenario.model.shapes) == (("p0",), ((1,),))
     assert small.size == Size(ranks=1, params=1, elements=1, steps=1, features=1)
 
 
-def test_an_unused_param_shrinks_to_one_beside_one_that_is_read():
+def test_unused_param_shrinks_to_two_params():
     small = shrink(case(READERS), fails=lambda scenario: bool(scenario.model.unused))
     assert len(small.scenario.model.unused) == 1
     assert small.size == Size(ranks=1, params=2, elements=1, steps=1, features=1)
 
 
-def test_a_param_of_one_rank_shrinks_to_two_ranks_or_two_micro_batches():
+def test_param_of_one_rank_shrinks_to_two_ranks_or_micro_batches():
     small = shrink(case(READERS), fails=lambda scenario: bool(scenario.model.one_rank))
     (one,) = small.scenario.model.one_rank
     assert (small.size.ranks, small.size.params, one.rank) == (1, 2, 0)
@@ -297,12 +297,12 @@ def test_a_param_of_one_rank_shrinks_to_two_ranks_or_two_micro_batches():
 
 
 @pytest.mark.parametrize("field", ["tied", "unused", "one_rank"])
-def test_a_network_of_awkward_params_becomes_bare_ones(field):
+def test_unusual_model_shrinks_to_bare_params(field):
     (start,) = parse_cases('schema = 1\nmodel = { name = "unusual" }', source="x", stem="x")
 
     def fails(scenario):
         is_there = scenario.model.name == "unusual" or bool(getattr(scenario.model, field))
-        # On one rank nobody else reads what one reads.
+        # A single rank has no other that skips the param.
         return is_there and scenario.world.size > 1
 
     small = shrink(start, fails=fails).scenario

@@ -1,4 +1,4 @@
-"""A case shrinks to one with the same finding, for the same reason, and with a name of its own."""
+"""A case shrinks to one with the same finding and reason, under its own name."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def failed(check="a", manner=""):
 
 
 def apart(by):
-    """A difference of values that are apart by a part of what was expected."""
+    """Return a finding whose values differ by this fraction of the expected ones."""
     expected = torch.tensor([1.0, 0.5])
     evidence = Evidence(start=0, expected=expected, got=expected * (1 + by))
     found = Finding(check="a", message="m", manner="values", evidence=evidence)
@@ -47,13 +47,13 @@ def shrunk(case, judge, **more):
     )
 
 
-def test_only_to_cases_with_the_same_check():
+def test_smaller_case_has_the_same_check():
     reduced, result = shrunk(CASE, lambda case: failed("a" if case.run.steps > 1 else "b"))
     assert reduced.size.steps == 2
     assert result.findings[0].check == "a"
 
 
-def test_only_to_cases_that_differ_in_the_same_manner():
+def test_smaller_case_differs_in_the_same_manner():
     reduced, result = shrunk(
         CASE, lambda case: failed(manner="zeros" if case.world.size > 1 else "values")
     )
@@ -61,24 +61,24 @@ def test_only_to_cases_that_differ_in_the_same_manner():
     assert result.findings[0].manner == "zeros"
 
 
-def test_a_large_difference_does_not_become_what_is_rounded_on_the_way():
+def test_large_difference_does_not_shrink_to_rounding():
     """On one rank values differ by two roundings, on several by a third."""
     reduced, _ = shrunk(CASE, lambda case: apart(0.3 if case.world.size > 1 else 2.4e-7))
     assert (reduced.size.ranks, reduced.size.steps) == (2, 1)
 
 
-def test_a_large_difference_may_become_smaller():
+def test_large_difference_may_become_smaller():
     reduced, _ = shrunk(CASE, lambda case: apart(0.3 if case.world.size > 1 else 0.05))
     assert reduced.size.ranks == 1
 
 
-def test_what_is_rounded_on_the_way_shrinks_too():
+def test_rounding_difference_shrinks():
     reduced, _ = shrunk(CASE, lambda case: apart(6e-8 if case.world.size > 1 else 5e-8))
     assert reduced.size.ranks == 1
 
 
-def test_only_to_cases_without_a_setting_that_the_case_has_not():
-    """On one rank another way of dividing would show that nothing is divided: another mistake."""
+def test_smaller_case_has_no_new_setting():
+    """On one rank, another divisor would show another mistake, namely no division at all."""
     tried = []
 
     def judge(case):
@@ -90,8 +90,8 @@ def test_only_to_cases_without_a_setting_that_the_case_has_not():
     assert all(settings_of(case) <= {"optimizer.lr", "data.rows"} for case in tried)
 
 
-def test_only_to_cases_that_a_right_system_passes():
-    """One that it finds inconclusive could have shown nothing."""
+def test_smaller_case_passes_on_a_right_system():
+    """A case that is inconclusive there proves nothing."""
 
     def right(case):
         return PASSED if case.run.steps > 1 else replace(PASSED, verdict="inconclusive")
@@ -100,18 +100,18 @@ def test_only_to_cases_that_a_right_system_passes():
     assert reduced.size.steps == 2
 
 
-def test_what_no_other_system_passes_shrinks_all_the_same():
+def test_case_that_no_system_passes_shrinks():
     reduced, _ = shrunk(CASE, lambda case: failed(), right=lambda case: failed("other"))
     assert reduced.size.steps == 1
 
 
 class TestPlannedFaults:
-    """A case in which something goes wrong by plan."""
+    """Cases with a planned fault."""
 
     case = replace(CASE, faults=(FaultSpec(kind="drop", rank=0, collective="all_reduce"),))
 
-    def test_the_fault_stays_and_without_it_the_case_passes(self):
-        """Small cases fail without it, too: that is another cause."""
+    def test_fault_is_kept_if_the_case_passes_without_it(self):
+        """Smaller cases fail without it too, by another cause."""
 
         def judge(case):
             return failed() if case.faults or case.run.steps < 3 else PASSED
@@ -121,12 +121,12 @@ class TestPlannedFaults:
         assert judge(replace(reduced.scenario, faults=())) is PASSED
         assert reduced.size.steps == 3
 
-    def test_a_case_that_fails_without_its_fault_may_lose_it(self):
+    def test_fault_may_be_removed_if_the_case_fails_without_it(self):
         reduced, _ = shrunk(self.case, lambda case: failed())
         assert reduced.scenario.faults == ()
 
 
-def test_the_name_and_the_description_are_those_of_the_smaller_case():
+def test_name_and_description_are_new():
     reduced, result = shrunk(CASE, lambda case: failed())
     assert reduced.scenario.name == result.id == "1-rank-1-param-1-element-1-step"
     assert reduced.scenario.description == (
@@ -135,29 +135,29 @@ def test_the_name_and_the_description_are_those_of_the_smaller_case():
     )
 
 
-def test_a_table_with_all_by_default_is_said_of_a_case_too():
+def test_description_lists_a_default_table():
     scaled = replace(CASE, optimizer=OptimizerSpec(loss_scale=LossScaleSpec()))
     reduced, _ = shrunk(scaled, lambda case: failed(str(bool(case.optimizer.loss_scale))))
     assert "1 step; optimizer.loss_scale. Made" in reduced.scenario.description
 
 
-def test_a_case_that_is_as_small_as_it_goes_keeps_its_name():
+def test_case_that_cannot_shrink_keeps_its_name():
     reduced, result = shrunk(CASE, lambda case: failed(str(case == CASE)))
     assert (reduced.scenario, result.id) == (CASE, "x")
 
 
-def test_a_case_without_a_finding_is_refused():
+def test_case_without_a_finding_is_refused():
     with pytest.raises(ValueError, match="expected a case with a finding, got 'before'"):
         shrunk(CASE, lambda case: PASSED)
 
 
 class TestRightJudge:
-    """Which system is asked whether a case can be passed at all."""
+    """System that decides if a case can be passed."""
 
-    def test_ours_for_others(self, pool):
+    def test_own_system_judges_for_other_targets(self, pool):
         (case,) = parse_cases('schema = 1\n[model]\nname = "mlp"\n', source="x", stem="x")
         judge = right_judge(find_target("torch-ddp"), pool=pool)
         assert judge(case).verdict == "pass"
 
-    def test_none_for_ours(self, pool):
+    def test_own_target_has_no_right_judge(self, pool):
         assert right_judge(find_target("zero_sim"), pool=pool) is None

@@ -1,4 +1,4 @@
-"""How large a case is."""
+"""Size of a case."""
 
 from dataclasses import replace
 
@@ -17,21 +17,21 @@ def case(toml):
     return scenario
 
 
-def test_a_case_without_features():
+def test_size_of_a_case_without_features():
     assert size_of(LEAST) == Size(ranks=2, params=1, elements=2, steps=1, features=0)
 
 
-def test_ranks_outweigh_all_else():
+def test_ranks_outweigh_everything_else():
     one = Size(ranks=1, params=9, elements=9, steps=9, features=9)
     assert one < Size(ranks=2, params=1, elements=1, steps=1, features=0)
 
 
-def test_a_network_counts_its_params():
+def test_params_of_a_network_count():
     size = size_of(case('[model]\nname = "mlp"\nhidden = 1\nblocks = 1'))
     assert (size.params, size.elements) == (4, 13)
 
 
-def test_the_larger_world_counts():
+def test_larger_world_counts():
     size = size_of(case('[model]\nname = "mlp"\n[reload]\nstep = 1\nworld_size = 5'))
     assert size.ranks == 5
 
@@ -49,15 +49,15 @@ def test_the_larger_world_counts():
         ('[topology]\ntp = 2\nshared = ["0"]', 2),
     ],
 )
-def test_features(toml, features):
+def test_number_of_features(toml, features):
     assert size_of(case(f'[model]\nname = "params"\nshapes = [[2]]\n{toml}')).features == features
 
 
-def test_a_model_other_than_bare_params_is_a_feature():
+def test_model_other_than_bare_params_is_a_feature():
     assert size_of(case('[model]\nname = "unusual"')).features == 1
 
 
-def test_of_two_cases_of_one_size_that_with_the_smaller_numbers_is_less():
+def test_smaller_numbers_order_cases_of_one_size():
     def with_buckets(elems):
         return replace(LEAST, system=replace(LEAST.system, bucket_elems=elems))
 
@@ -65,12 +65,12 @@ def test_of_two_cases_of_one_size_that_with_the_smaller_numbers_is_less():
     assert size_of(with_buckets(1)) == size_of(with_buckets(2))
 
 
-def test_a_seed_counts_last_and_a_name_never():
+def test_seed_counts_last_and_name_never():
     seeded = replace(LEAST, run=replace(LEAST.run, seed=1))
     assert order_of(LEAST) < order_of(seeded) < order_of(replace(LEAST, world=WorldSpec(size=3)))
     assert order_of(replace(LEAST, name="other")) == order_of(LEAST)
 
 
-def test_in_words():
+def test_size_is_described_in_words():
     words = "2 ranks, 1 param, 2 elements, 1 step, 0 features"
     assert str(size_of(LEAST)) == words
