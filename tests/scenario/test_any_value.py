@@ -1,4 +1,4 @@
-"""Any value in any field: refused in words, or a case that is judged."""
+"""Any value in any field is refused with a message, or makes a case that can be judged."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ BESIDE = {
     "data.nan.": {"data": {"nan": {"step": 0, "rank": 0}}},
     "reload.": {"reload": {"step": 1}, "run": {"steps": 2}},
 }
-"""What a field needs beside it."""
+"""Tables that a field requires."""
 OWN_FINDINGS = {"data.nan.step", "data.nan.rank", "expect.nonzero_min"}
-"""Fields that ask for something to be found, or that nothing is certain."""
+"""Fields that may demand a finding or certainty."""
 
 
 def with_value(path, value):
-    """The tables of a file with a value in one field."""
+    """Return the tables of a file with this value in one field."""
     raw = copy.deepcopy(BASE)
     for prefix, tables in BESIDE.items():
         if path.startswith(prefix):
@@ -48,7 +48,7 @@ def with_value(path, value):
 
 @pytest.mark.parametrize("path", field_paths())
 def test_any_value_is_refused_or_judged(path, pool):
-    """Of those that are a case, one is run: to the end, and what it finds is what it asked for."""
+    """One of the accepted cases is run to its end; findings are allowed only if demanded."""
     cases = []
     for value in VALUES:
         scenario, problems = decode(with_value(path, value))

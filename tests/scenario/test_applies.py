@@ -1,4 +1,4 @@
-"""Settings without a meaning in a case: refused with the reason, and left out by repairs."""
+"""Settings without an effect in a case: refused with the reason, and removed by repairs."""
 
 from dataclasses import replace
 
@@ -139,18 +139,18 @@ WITH_USE = [
 
 
 @pytest.mark.parametrize("path", WITHOUT_USE)
-def test_it_is_refused_by_its_path(path):
+def test_setting_without_effect_is_refused_by_its_path(path):
     assert [problem.path for problem in check_scenario(WITHOUT_USE[path])] == [path]
 
 
 @pytest.mark.parametrize("scenario", WITH_USE)
-def test_what_is_used_is_not(scenario):
+def test_setting_with_effect_is_accepted_and_kept(scenario):
     assert check_scenario(scenario) == []
     assert without_unused(scenario) == scenario
 
 
 @pytest.mark.parametrize("path", UNUSED)
-def test_a_case_without_it_is_valid_and_else_the_same(path):
+def test_repair_removes_only_the_setting_without_effect(path):
     scenario = WITHOUT_USE[path]
     left = without_unused(scenario)
     assert check_scenario(left) == []
@@ -162,7 +162,7 @@ def test_every_row_is_tried():
     assert {row.path for row in APPLIES} <= WITHOUT_USE.keys()
 
 
-def test_what_is_used_in_its_place_is_said():
+def test_message_lists_settings_with_effect():
     (problem,) = check_scenario(WITHOUT_USE["model.blocks"])
     assert (
         "only models 'mlp', 'fp8', 'tp-block' and 'gpt' use it, got 99 (integer)" in problem.message
@@ -174,13 +174,13 @@ def test_what_is_used_in_its_place_is_said():
     assert "betas" not in problem.message
 
 
-def test_all_are_told_at_once():
+def test_all_settings_without_effect_are_listed():
     scenario = case(model=replace(BARE, hidden=77, blocks=99, experts=5))
     paths = [problem.path for problem in check_scenario(scenario)]
     assert paths == ["model.hidden", "model.blocks", "model.experts"]
 
 
-def test_other_fields_and_a_remedy_are_named():
+def test_message_names_other_fields_and_a_remedy():
     (problem,) = check_scenario(WITHOUT_USE["optimizer.nesterov"])
     assert problem.message.endswith("got true (boolean) with optimizer.momentum = 0.0.")
     assert problem.suggestion == "Leave it out, or set optimizer.momentum."

@@ -1,4 +1,4 @@
-"""Which losses read which bare params, and what of that makes no sense."""
+"""Params that a loss reads, and combinations that are refused."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ SHAPES = ((3,), (2,), (1,))
 
 
 def case(*, shapes=SHAPES, name="params", size=4, run=None, data=None, **said):
-    """A case of bare params."""
+    """Return a case of bare params."""
     model = {key: said.pop(key) for key in ("tied", "unused", "one_rank") if key in said}
     return Scenario(
         schema=1,
@@ -42,7 +42,7 @@ def problems(scenario):
     return {problem.path: str(problem) for problem in check_scenario(scenario)}
 
 
-def test_a_loss_leaves_out_what_is_unused_and_what_others_alone_read():
+def test_loss_skips_unused_params_and_those_of_other_ranks():
     model = case(unused=("p0",), one_rank=(one("p1", 1), one("p2", 1, 0))).model
     assert unread_by(model, rank=0, micro=0) == {"p0", "p1", "p2"}
     assert unread_by(model, rank=1, micro=0) == {"p0"}
@@ -55,17 +55,17 @@ def test_a_loss_leaves_out_what_is_unused_and_what_others_alone_read():
         {"tied": ("p0", "p2")},
         {"unused": ("p1", "p2")},
         {"one_rank": (one("p1", 3), one("p2", 0))},
-        # A param may have two names that one rank alone reads.
+        # A tied param may be read by one rank only.
         {"tied": ("p1",), "one_rank": (one("p1", 1),)},
-        # An empty param is read by a loss all the same, which has a backward of it.
+        # A loss reads empty params too, and has a backward for them.
         {"shapes": ((0,), (2,), ()), "unused": ("p1", "p2")},
         {"one_rank": (one(micro_batch=1),), "size": 1, "run": RunSpec(micro_batches=2)},
-        # After a checkpoint there are others.
+        # After the reload there are other ranks.
         {"one_rank": (one(),), "size": 1, "reload": ReloadSpec(step=1, world_size=2)},
     ],
     ids=str,
 )
-def test_what_makes_sense(said):
+def test_sound_combination_is_accepted(said):
     assert problems(case(**said)) == {}
 
 
@@ -116,7 +116,7 @@ def test_what_makes_sense(said):
     ],
     ids=str,
 )
-def test_what_makes_none_is_refused_with_its_reason(said, path, words):
+def test_unsound_combination_is_refused_with_its_reason(said, path, words):
     found = problems(case(**said))
     assert list(found) == [path]
     assert words in found[path]
@@ -124,7 +124,7 @@ def test_what_makes_none_is_refused_with_its_reason(said, path, words):
 
 @pytest.mark.parametrize("said", [{"tied": ("p0",)}, {"unused": ("p1",)}, {"one_rank": (one(),)}])
 @pytest.mark.parametrize("name", ["bit-hash", "mlp"])
-def test_other_models_have_no_use_for_them(name, said):
+def test_other_models_do_not_use_these_fields(name, said):
     scenario = case(name=name, shapes=None if name == "mlp" else SHAPES, **said)
     (path,) = (f"model.{field}" for field in said)
     assert list(problems(scenario)) == [path]
@@ -132,7 +132,7 @@ def test_other_models_have_no_use_for_them(name, said):
     assert problems(without_unused(scenario)) == {}
 
 
-def test_a_rank_and_a_micro_batch_that_are_not_there_become_the_last_ones():
+def test_missing_rank_and_micro_batch_become_the_last_ones():
     topology, run = TopologySpec(pp=2), RunSpec(micro_batches=2)
     scenario = case(one_rank=(one(rank=3, micro_batch=5),), topology=topology, run=run)
     assert fitted_one_rank(scenario).model.one_rank == (one(rank=1, micro_batch=1),)
@@ -140,7 +140,7 @@ def test_a_rank_and_a_micro_batch_that_are_not_there_become_the_last_ones():
     assert fitted_one_rank(after).model.one_rank == (one(rank=2, micro_batch=1),)
 
 
-def test_what_one_loss_alone_reads_goes_where_there_is_no_other():
+def test_one_rank_is_adapted_to_a_single_loss():
     scenario = case(one_rank=(one(micro_batch=0),), run=RunSpec(micro_batches=1))
     assert with_others(scenario).model.one_rank == (one(),)
     assert with_others(replace(scenario, world=WorldSpec(size=1))).model.one_rank == ()

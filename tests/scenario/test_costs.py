@@ -1,4 +1,4 @@
-"""What a case costs: nothing takes all memory, or hours, for a slip of the finger."""
+"""Cost limits of a case, so that a typo cannot take all memory or hours of time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FULL = dataclasses.replace(
 
 
 def with_value(record, path, value):
-    """The record with another value of a field."""
+    """Return the record with another value of a field."""
     name, _, rest = path.partition(".")
     if rest:
         value = with_value(getattr(record, name), rest, value)
@@ -37,13 +37,13 @@ def with_value(record, path, value):
 
 
 def paths_of(**parts):
-    """Paths of all problems."""
+    """Return the paths of all problems."""
     return [problem.path for problem in check_scenario(dataclasses.replace(MLP, **parts))]
 
 
 @pytest.mark.parametrize("bound", BOUNDS, ids=lambda bound: bound.path)
-def test_every_number_has_two_ends(bound):
-    """One beyond either is refused by the bound's own words, with nothing about costs beside."""
+def test_every_number_has_a_minimum_and_a_maximum(bound):
+    """A value beyond either is refused with the message of its bound."""
     kind = float if isinstance(getattr(bound, "most", None), float) else int
     beyond = (bound.least - 1, bound.most * 2 if kind is float else bound.most + 1)
     for value in beyond:
@@ -55,7 +55,7 @@ def test_every_number_has_two_ends(bound):
 
 
 @pytest.mark.parametrize("path", LISTS)
-def test_every_list_has_an_end(path):
+def test_every_list_has_a_maximum(path):
     most = LISTS[path]
     raw: dict = {"schema": 1, "model": {"name": "params", "shapes": [[1]]}}
     table, _, name = path.rpartition(".")
@@ -77,7 +77,7 @@ def test_every_list_has_an_end(path):
 
 
 def inline(value):
-    """A value as TOML has it."""
+    """Format a value as TOML."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {inline(item)}" for key, item in value.items()) + "}"
     return f"[{', '.join(map(inline, value))}]" if isinstance(value, list) else json.dumps(value)
@@ -113,7 +113,7 @@ def test_time_is_counted_in_elements(parts):
     assert paths_of(**parts) == ["run.steps"]
 
 
-def test_a_reload_into_a_larger_world_counts():
+def test_larger_world_after_a_reload_counts():
     model = ModelSpec(name="params", shapes=((2**20,),))
     small = dataclasses.replace(MLP, model=model)
     assert list(check_costs(small)) == []
@@ -121,7 +121,7 @@ def test_a_reload_into_a_larger_world_counts():
     assert [problem.path for problem in check_costs(grown)] == ["world.size"]
 
 
-def test_the_message_has_both_numbers():
+def test_message_has_both_numbers():
     (problem,) = check_costs(dataclasses.replace(MLP, run=RunSpec(steps=10**6)))
     assert f"{WORK_MAX:,} elements in all steps" in problem.message
     (problem,) = check_costs(
@@ -140,18 +140,18 @@ def test_the_message_has_both_numbers():
         {"system": SystemSpec(align_bytes=4096), "world": WorldSpec(size=64)},
     ],
 )
-def test_what_people_ask_for_is_within(parts):
+def test_ordinary_cases_are_within_limits(parts):
     assert paths_of(**parts) == []
 
 
-def test_a_file_is_bounded_by_all_its_cases():
+def test_file_is_limited_by_the_sum_of_its_cases():
     shapes = "[" + "[1]," * 1_000 + "]"
     text = f'schema = 1\n[model]\nname = "params"\nshapes = {shapes}\n[matrix]\n"run.seed" = '
     with pytest.raises(ScenarioError, match=r"matrix: expected at most 500,000 values in all cas"):
         parse_cases(text + f"{list(range(1000))}\n", source="case.toml", stem="case")
 
 
-def test_a_matrix_has_at_most_a_key_a_field():
+def test_matrix_has_at_most_one_key_per_field():
     keys = "".join(f"k{i} = [1]\n" for i in range(3_000))
     text = f'schema = 1\n[model]\nname = "mlp"\n[matrix]\n{keys}'
     with pytest.raises(ScenarioError, match=r"matrix: expected at most \d+ keys, one per field"):
@@ -159,7 +159,7 @@ def test_a_matrix_has_at_most_a_key_a_field():
 
 
 @pytest.mark.parametrize("value", ['"x"', "-1"])
-def test_of_many_problems_the_first_are_told(value):
+def test_only_the_first_of_many_problems_are_listed(value):
     shapes = f"[{f'[{value}],' * 5_000}]"
     text = f'schema = 1\n[model]\nname = "params"\nshapes = {shapes}\n'
     with pytest.raises(ScenarioError) as caught:

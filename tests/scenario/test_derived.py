@@ -1,4 +1,4 @@
-"""Values that follow from settings: uneven micro-batches, group ranks, overlap."""
+"""Values derived from settings: uneven micro-batches, group ranks, overlap."""
 
 from itertools import permutations, product
 
@@ -37,14 +37,14 @@ def case(**parts):
     )
 
 
-def test_entries_go_round_from_step_to_step():
+def test_own_micro_batches_rotate_from_step_to_step():
     counts = [[own_micro_batches(UNEVEN, step=s, rank=r) for r in range(3)] for s in range(2)]
     assert counts == [[3, 1, 3], [1, 3, 1]]
     assert own_micro_batches(RunSpec(micro_batches=4), step=1, rank=2) == 4
 
 
 @pytest.mark.parametrize("order", ["-".join(axes) for axes in permutations(AXES)])
-def test_places_are_those_of_the_groups(order):
+def test_group_ranks_equal_those_of_the_topology(order):
     for tp, cp, dp, pp in product((1, 2, 3), repeat=4):
         spec = TopologySpec(tp=tp, cp=cp, pp=pp, order=order)
         for ranks in Topology(tp=tp, cp=cp, dp=dp, pp=pp, order=order).dp_cp_groups():
@@ -54,14 +54,14 @@ def test_places_are_those_of_the_groups(order):
             assert places == list(range(len(ranks)))
 
 
-def test_a_step_is_taken_by_the_world_before_the_checkpoint_or_after_it():
+def test_world_size_changes_at_the_reload_step():
     smaller = case(reload=ReloadSpec(step=1, world_size=1))
     assert [world_size_at(smaller, step=step) for step in range(3)] == [2, 1, 1]
     assert world_size_at(case(reload=ReloadSpec(step=1)), step=2) == 2
 
 
-def test_the_rank_of_a_nan_is_looked_up_in_its_group():
-    """Ranks 0 and 1 are the first ones of their groups, 2 and 3 the second ones."""
+def test_rank_of_a_nan_is_converted_to_its_group_rank():
+    """Ranks 0 and 1 come first in their groups, ranks 2 and 3 second."""
     allowed = [
         not check_scenario(
             case(
@@ -77,19 +77,19 @@ def test_the_rank_of_a_nan_is_looked_up_in_its_group():
     assert allowed == [False, False, True, True]
 
 
-def test_the_number_of_micro_batches_is_counted_where_it_differs():
+def test_micro_batches_are_counted_over_ranks_if_uneven():
     by = SystemSpec(divide_by="micro-batches")
     assert counts_over_ranks(case(system=by))
     assert not counts_over_ranks(case(system=by, run=RunSpec(micro_batches=3)))
     assert counts_over_ranks(case(system=SystemSpec(divide_by="tokens"), run=RunSpec()))
 
 
-def test_limits_hold_in_both_worlds():
+def test_limits_of_joins_cover_both_worlds():
     assert limits_of_joins(case()) == (2, 0)
     assert limits_of_joins(case(reload=ReloadSpec(step=1, world_size=1, stage=3))) == (1, 1)
 
 
-def test_a_case_that_keeps_the_limits_is_valid():
+def test_uneven_micro_batches_are_accepted():
     assert check_scenario(case()) == []
 
 
@@ -121,19 +121,19 @@ def test_a_case_that_keeps_the_limits_is_valid():
         ),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_reason(parts, words):
+def test_impossible_micro_batches_are_refused_with_the_reason(parts, words):
     (problem,) = check_scenario(case(**parts))
     assert problem.path == "run.own_micro_batches"
     assert words in problem.message
 
 
-def test_a_reload_to_fewer_ranks_is_refused_there():
+def test_reload_to_too_few_ranks_is_refused_at_its_field():
     (problem,) = check_scenario(case(reload=ReloadSpec(step=1, world_size=1)))
     assert problem.path == "reload.world_size"
 
 
 @pytest.mark.parametrize("by", ["micro-batches", "tokens"])
-def test_a_count_over_ranks_is_known_too_late_for_a_division_before_each_sum(by):
+def test_division_before_each_sum_cannot_use_a_count_over_ranks(by):
     early = case(system=SystemSpec(divide="pre", sync="every", divide_by=by))
     (problem,) = check_scenario(early)
     assert problem.path == "system.divide_by"
@@ -150,7 +150,7 @@ def test_a_count_over_ranks_is_known_too_late_for_a_division_before_each_sum(by)
         ({"overlap_grads": True, "overlap_params": True}, True, True),
     ],
 )
-def test_follows_the_buckets_unless_told(settings, grads, params):
-    """One bucket has nothing to overlap with, and stage 0 no params to gather."""
+def test_overlap_follows_the_buckets_by_default(settings, grads, params):
+    """One bucket has nothing to overlap with, and stage 0 gathers no params."""
     system = SystemSpec(**settings)
     assert (overlaps_grads(system), overlaps_params(system)) == (grads, params)

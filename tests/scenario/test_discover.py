@@ -1,4 +1,4 @@
-"""From paths to cases."""
+"""Discovery of cases in files and folders."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ GOOD = 'schema = 1\n[model]\nname = "mlp"\n'
 
 
 def write(folder, *names, text=GOOD):
-    """Scenario files in a folder."""
+    """Write scenario files to a folder."""
     for name in names:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -25,19 +25,19 @@ def test_folders_are_searched_to_any_depth_in_order(tmp_path):
     assert [case.id for case in discover([tmp_path]).cases] == ["e", "d", "b"]
 
 
-def test_what_is_no_scenario_is_passed_over(tmp_path):
+def test_other_files_are_ignored(tmp_path):
     write(tmp_path, ".hidden.toml", ".venv/x.toml", "pyproject.toml", "notes.md", "a.toml")
     found = discover([tmp_path])
     assert [case.id for case in found.cases] == ["a"]
     assert found.errors == ()
 
 
-def test_a_file_given_twice_runs_once(tmp_path):
+def test_file_given_twice_runs_once(tmp_path):
     write(tmp_path, "a.toml", "b.toml")
     assert [case.id for case in discover([tmp_path / "b.toml", tmp_path]).cases] == ["b", "a"]
 
 
-def test_a_link_is_refused_and_what_it_leads_to_is_not(tmp_path):
+def test_link_is_refused_and_its_target_is_read(tmp_path):
     write(tmp_path, "b.toml")
     (tmp_path / "a.toml").symlink_to("b.toml")
     found = discover([tmp_path])
@@ -45,7 +45,7 @@ def test_a_link_is_refused_and_what_it_leads_to_is_not(tmp_path):
     assert [Path(error.source).name for error in found.errors] == ["a.toml"]
 
 
-def test_bad_files_leave_the_others(tmp_path):
+def test_bad_files_keep_the_others(tmp_path):
     write(tmp_path, "a.toml", "c.toml")
     write(tmp_path, "b.toml", text="schema = 9")
     found = discover([tmp_path, tmp_path / "gone.toml"])
@@ -54,7 +54,7 @@ def test_bad_files_leave_the_others(tmp_path):
 
 
 def test_folder_without_scenarios_is_an_error(tmp_path):
-    """Nothing found must not look like nothing wrong."""
+    """A run without cases must not look like a pass."""
     (error,) = discover([tmp_path]).errors
     assert "got one without any *.toml file" in str(error)
 
@@ -67,7 +67,7 @@ def test_expression_selects_by_id(tmp_path):
 
 
 def test_equal_ids_get_their_folder(tmp_path):
-    """Ids are unique, and the scenario carries the one that is shown."""
+    """Ids are unique, and the scenario has the displayed one."""
     write(tmp_path, "x/a.toml", "y/a.toml", "y/b.toml")
     cases = discover([tmp_path]).cases
     assert [case.id for case in cases] == ["x/a", "y/a", "b"]
@@ -83,7 +83,7 @@ def test_equal_folders_get_their_path(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["fifo", "loop", "dangling"])
-def test_what_is_no_file_costs_the_others_nothing(tmp_path, kind):
+def test_irregular_file_keeps_the_others(tmp_path, kind):
     write(tmp_path, "a.toml")
     make_odd(tmp_path / "odd.toml", kind)
     found = discover([tmp_path])
@@ -93,13 +93,13 @@ def test_what_is_no_file_costs_the_others_nothing(tmp_path, kind):
 
 
 @pytest.mark.parametrize("name", ["x" * 300 + ".toml", "a/" * 3000])
-def test_a_path_too_long_is_an_error_of_one_line(tmp_path, name):
+def test_path_too_long_is_a_short_error(tmp_path, name):
     (error,) = discover([tmp_path / name]).errors
     assert len(str(error).splitlines()) == 2
 
 
-def test_a_folder_that_cannot_be_searched_is_said(tmp_path, monkeypatch):
-    """What is not run must not look as if it had passed."""
+def test_unreadable_folder_is_an_error(tmp_path, monkeypatch):
+    """Cases that were not run must not look passed."""
     write(tmp_path, "a.toml", "closed/b.toml")
     scan = os.scandir
 
@@ -114,7 +114,7 @@ def test_a_folder_that_cannot_be_searched_is_said(tmp_path, monkeypatch):
     assert "expected a readable folder, got: Permission denied" in str(found.errors[0])
 
 
-def test_what_a_folder_is_called_cannot_forge_an_id(tmp_path):
+def test_folder_name_cannot_forge_an_id(tmp_path):
     write(tmp_path, "x\nPASS/a.toml", "y/a.toml")
     ids = [case.id for case in discover([tmp_path]).cases]
     assert ids == [r"x\nPASS/a", "y/a"]
@@ -131,6 +131,6 @@ def test_shipped_scenarios_load(folder):
 
 
 def test_shipped_ids_are_unique():
-    """No two shipped cases share an id, so none is renamed by what else is run."""
+    """Then other cases in a run never rename them."""
     cases = discover([Path(__file__).parents[2] / "scenarios"]).cases
     assert all(case.id == case.file_id for case in cases)

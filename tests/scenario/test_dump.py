@@ -1,4 +1,4 @@
-"""A scenario written as a file is the same scenario when read again."""
+"""A scenario written to a file reads back equal."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from zero_sim.scenario.spec import FreezeSpec, ModelSpec, OptimizerSpec, Scenari
 SCENARIOS = Path(__file__).parents[2] / "scenarios"
 
 
-def test_every_shipped_case_comes_back_equal():
+def test_every_shipped_case_reads_back_equal():
     cases = discover([SCENARIOS]).cases[::7]
     assert len(cases) > 20
     for case in cases:
@@ -23,7 +23,7 @@ def test_every_shipped_case_comes_back_equal():
         assert read == case.scenario
 
 
-def test_what_was_chosen_is_enough_to_come_back():
+def test_chosen_fields_alone_read_back_equal():
     for case in discover([SCENARIOS]).cases[::7]:
         text = to_chosen_toml(case.scenario)
         (read,) = parse_cases(text, source="case.toml", stem="case")
@@ -32,22 +32,22 @@ def test_what_was_chosen_is_enough_to_come_back():
 
 
 @pytest.mark.parametrize("text", ['a "quoted" name', "naïve ☃ 🙂", "a\\b", "two\nlines\tand a tab"])
-def test_awkward_strings_come_back(text):
+def test_awkward_strings_read_back_equal(text):
     scenario = Scenario(schema=1, description=text, model=ModelSpec(name="mlp"))
     (read,) = parse_cases(to_toml(scenario), source="case.toml", stem="case")
     assert read.description == text
 
 
 @pytest.mark.parametrize("text", ["\x7f", "\x9b31m", "\u202eturned", "\u2028", "\U000e0001", "\0"])
-def test_what_is_not_seen_is_escaped(text):
-    """A report shows the case as it is written here; it stays the same string to a parser."""
+def test_invisible_characters_are_escaped(text):
+    """Reports print this text; a parser reads the same string."""
     scenario = Scenario(schema=1, description=text, model=ModelSpec(name="mlp"))
     written = to_toml(scenario)
     assert written.replace("\n", "").isprintable()
     assert tomllib.loads(written)["description"] == text
 
 
-def test_arrays_of_tables_and_shapes_come_back():
+def test_arrays_of_tables_and_shapes_read_back_equal():
     model = ModelSpec(
         name="params", shapes=((5,), (), (2, 3)), freeze=(FreezeSpec(param="p0", start=0, stop=1),)
     )
@@ -58,8 +58,8 @@ def test_arrays_of_tables_and_shapes_come_back():
     assert read == scenario
 
 
-def test_data_is_complete_and_fit_for_json():
-    """Defaults are written out, so that a later version's defaults change nothing."""
+def test_data_is_complete_and_valid_json():
+    """Defaults are included, so that later defaults do not change the case."""
     data = to_data(Scenario(schema=1, model=ModelSpec(name="mlp")))
     assert json.loads(json.dumps(data)) == data
     world = data["world"]

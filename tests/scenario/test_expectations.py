@@ -1,4 +1,4 @@
-"""Rules over planned faults and expected findings, and how they are written in a file."""
+"""Rules for planned faults and expected findings, and their form in a file."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ HEAD = 'schema = 1\n[model]\nname = "mlp"\n'
 
 
 def load(text):
-    """Cases of a file with a model."""
+    """Return the cases of a file with a model."""
     return parse_cases(HEAD + text, source="file.toml", stem="file")
 
 
@@ -53,26 +53,25 @@ def test_one_broken_rule_is_one_problem(path, fault):
         FaultSpec(kind="slow", rank=0),
     ],
 )
-def test_edges_of_what_is_allowed(fault):
+def test_extreme_faults_are_accepted(fault):
     assert check_scenario(dataclasses.replace(CASE, faults=(fault,))) == []
 
 
-def test_faults_and_a_reload_do_not_go_together():
-    """Which world's calls would be counted?"""
+def test_faults_with_a_reload_are_refused():
+    """It would be unclear which world's calls count."""
     faults = (FaultSpec(kind="drop", rank=0),)
     (problem,) = check_scenario(dataclasses.replace(CASE, faults=faults, reload=ReloadSpec(step=1)))
     assert problem.path == "faults"
 
 
 @pytest.mark.parametrize("wanted", ["equality.grad", "equality", "world.stalled-by-plan"])
-def test_names_of_checks_are_expectations(wanted):
+def test_names_of_checks_are_accepted(wanted):
     expect = ExpectSpec(finding=wanted)
     assert check_scenario(dataclasses.replace(CASE, expect=expect)) == []
 
 
 @pytest.mark.parametrize("wanted", ["", "equality.", "a b", "a.b.c", "zzz", "equality.nothing"])
-def test_other_words_are_not(wanted):
-    """They could never be found."""
+def test_other_names_are_refused(wanted):
     (problem,) = check_scenario(dataclasses.replace(CASE, expect=ExpectSpec(finding=wanted)))
     assert problem.path == "expect.finding"
     assert "equality.grad, equality.norm" in problem.message
@@ -81,17 +80,17 @@ def test_other_words_are_not(wanted):
 @pytest.mark.parametrize(
     ("wanted", "meant"), [("equality.gard", "equality.grad"), ("World", "world")]
 )
-def test_the_check_that_was_meant_is_suggested(wanted, meant):
+def test_similar_check_is_suggested(wanted, meant):
     (problem,) = check_scenario(dataclasses.replace(CASE, expect=ExpectSpec(finding=wanted)))
     assert problem.suggestion == f"Did you mean '{meant}'?"
 
 
-def test_a_file_lists_faults_as_tables():
+def test_file_lists_faults_as_tables():
     (case,) = load('[[faults]]\nkind = "drop"\nrank = 1\n[[faults]]\nkind = "slow"\nrank = 0\n')
     assert case.faults == (FaultSpec(kind="drop", rank=1), FaultSpec(kind="slow", rank=0))
 
 
-def test_a_matrix_varies_the_whole_plan():
+def test_matrix_varies_the_whole_plan():
     first, second = load(
         '[matrix]\nfaults = [[{kind = "drop", rank = 1}], [{kind = "crash", rank = 0}]]\n'
     )
@@ -109,15 +108,15 @@ def test_a_matrix_varies_the_whole_plan():
         ("faults = 3", "faults: expected an array of tables, got 3 (integer)"),
     ],
 )
-def test_mistakes_in_a_file_are_told(text, message):
+def test_mistakes_in_a_file_are_reported(text, message):
     text = HEAD.replace("[model]", f"{text}\n[model]") if text.startswith("faults") else HEAD + text
     with pytest.raises(ScenarioError) as refused:
         parse_cases(text, source="file.toml", stem="file")
     assert message in str(refused.value)
 
 
-def test_names_are_those_of_the_simulator():
-    """Two floors hold them; both say the same."""
+def test_names_equal_those_of_the_simulator():
+    """Both layers define them, because `scenario` does not import `sim`."""
     from typing import get_args
 
     from zero_sim.sim.call import SPARSE
@@ -128,7 +127,7 @@ def test_names_are_those_of_the_simulator():
     assert get_args(FaultName) == get_args(FaultKind)
 
 
-def test_a_plan_reaches_the_world_field_by_field():
+def test_every_field_of_a_fault_reaches_the_world():
     from zero_sim.backends.worlds import WorldPool
     from zero_sim.sim import Fault
 
@@ -143,7 +142,7 @@ def test_a_plan_reaches_the_world_field_by_field():
 
 
 def test_each_case_has_its_own_stall_limit():
-    """Though the world is the one of the case before."""
+    """Although the world is reused."""
     from zero_sim.backends.worlds import WorldPool
 
     with WorldPool() as pool:
@@ -152,8 +151,8 @@ def test_each_case_has_its_own_stall_limit():
         assert pool.world_for(CASE).settings.stall_seconds == 60.0
 
 
-def test_no_more_ranks_than_the_simulator_takes():
-    """Two floors hold the limit; both say the same."""
+def test_maximum_world_size_equals_that_of_the_simulator():
+    """Both layers define it, because `scenario` does not import `sim`."""
     from zero_sim.scenario import rules
     from zero_sim.sim.world import settings
 

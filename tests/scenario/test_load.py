@@ -1,4 +1,4 @@
-"""Scenario files: what loads, and what is said about what does not."""
+"""Loading of scenario files, and messages about bad ones."""
 
 from operator import attrgetter
 
@@ -41,20 +41,20 @@ steps = true
 
 
 def lines_of(text):
-    """All problems of a scenario given as text, as they are printed."""
+    """Return the messages of all problems in a text."""
     with pytest.raises(ScenarioError) as caught:
         parse_cases(text, source="case.toml", stem="case")
     return [str(problem) for problem in caught.value.problems]
 
 
 def only_line(text):
-    """The one problem of a text that has one."""
+    """Return the message of the only problem in a text."""
     (line,) = lines_of(text)
     return line
 
 
 class TestGoodFiles:
-    def test_defaults_are_those_of_the_records(self):
+    def test_defaults_equal_those_of_the_records(self):
         (scenario,) = parse_cases(GOOD, source="case.toml", stem="case")
         assert scenario == Scenario(schema=1, name="case", model=scenario.model)
 
@@ -64,14 +64,14 @@ class TestGoodFiles:
             (f'name = "mine"\n{GOOD}', "name", "mine"),
             (f"{GOOD}[optimizer]\nlr = 1\n", "optimizer.lr", 1.0),
             (f"{PARAMS}shapes = [[2, 3], [], [0]]\n", "model.shapes", ((2, 3), (), (0,))),
-            # Written on purpose: the engine says that there are no params.
+            # Accepted here, because the engine reports that there are no params.
             (f"{PARAMS}shapes = []\n", "model.shapes", ()),
-            # Some editors begin a file with a byte order mark.
+            # Some editors start a file with a byte order mark.
             (f"\ufeff{GOOD}", "model.name", "mlp"),
         ],
         ids=["name", "integer for a number", "arrays", "empty array", "byte order mark"],
     )
-    def test_what_is_written_is_what_is_read(self, text, path, value):
+    def test_written_value_is_read(self, text, path, value):
         (scenario,) = parse_cases(text, source="case.toml", stem="case")
         assert attrgetter(path)(scenario) == value
 
@@ -152,7 +152,7 @@ ONE_MISTAKE = {
 
 
 class TestMessages:
-    def test_all_mistakes_of_a_file_are_told_at_once_word_for_word(self):
+    def test_all_mistakes_of_a_file_are_listed_word_for_word(self):
         assert sorted(lines_of(TYPICAL_MISTAKES)) == sorted(TYPICAL_MESSAGES)
 
     @pytest.mark.parametrize(("text", "line"), ONE_MISTAKE.values(), ids=ONE_MISTAKE)
@@ -166,8 +166,8 @@ class TestMessages:
         ]
 
     @pytest.mark.parametrize("value", ["true", "1.0", '"1"'])
-    def test_schema_is_the_integer(self, value):
-        """Python would take `True == 1 == 1.0`; a file format does not."""
+    def test_schema_must_be_an_integer(self, value):
+        """Python accepts `True == 1 == 1.0`; the format does not."""
         assert only_line(f'schema = {value}\nmodel = {{ name = "mlp" }}').startswith(
             "schema: expected 1, got"
         )
@@ -199,13 +199,13 @@ class TestUnreadableFiles:
         ],
         ids=["dotted-table", "matrix", "arrays", "inline-tables"],
     )
-    def test_tables_within_tables_without_end(self, text):
-        """What the parser takes is not followed down by anything that would recur as deeply."""
+    def test_deep_nesting_is_refused(self, text):
+        """Deeper tables than the limit would exceed Python's recursion limit elsewhere."""
         assert "more than 32 tables or arrays within each other" in only_line(text)
 
     @pytest.mark.parametrize("kind", ["fifo", "folder", "loop", "dangling", "device", "socket"])
-    def test_whatever_is_no_regular_file(self, tmp_path, kind):
-        """Refused at once: a pipe would be waited for, a device read without end."""
+    def test_irregular_file_is_refused(self, tmp_path, kind):
+        """Refused before it is opened, because a pipe would block and a device would never end."""
         path = tmp_path / "case.toml"
         make_odd(path, kind)
         with pytest.raises(ScenarioError, match="expected a TOML file of at most") as caught:
@@ -213,14 +213,14 @@ class TestUnreadableFiles:
         said = dict.fromkeys(["loop", "dangling", "device"], "a link") | {"fifo": "a pipe"}
         assert said.get(kind, f"a {kind}") in str(caught.value)
 
-    def test_a_line_of_a_broken_file_is_shown_spelled_out(self):
-        """It may hold what recolours a terminal."""
+    def test_line_of_a_broken_file_is_escaped(self):
+        """It may contain terminal escapes."""
         line = only_line("schema = 1\nfoo \u202ebar = 1\n")
         assert line.isprintable()
         assert r"The line reads: foo \u202ebar = 1" in line
 
-    def test_keys_are_shown_spelled_out(self):
-        """A key can be any string, and every message about it begins with it."""
+    def test_keys_are_escaped(self):
+        """A key can be any string, and each message about it starts with it."""
         line = only_line('schema = 1\n"x\\nPASS  all\\u001b[2J" = 1\n[model]\nname = "mlp"\n')
         assert line.startswith(r"x\nPASS  all\x1b[2J: unknown field.")
 
@@ -235,7 +235,7 @@ class TestUnreadableFiles:
             load_cases(path)
 
     def test_too_large(self, tmp_path):
-        """A log or a checkpoint given by mistake is not read to its end."""
+        """For example, a log or a checkpoint given by mistake."""
         path = tmp_path / "big.toml"
         path.write_bytes(b"#" * (FILE_BYTES_MAX + 1))
         with pytest.raises(ScenarioError, match="got: more than 1,048,576 bytes"):
@@ -249,7 +249,7 @@ class TestUnreadableFiles:
 
 class TestLoadScenario:
     def write(self, folder, text):
-        """A scenario file."""
+        """Write a scenario file; return its path."""
         path = folder / "case.toml"
         path.write_text(text, encoding="utf-8")
         return path
@@ -262,13 +262,13 @@ class TestLoadScenario:
         assert load_scenario(path, case="case/size=3").world.size == 3
 
     @pytest.mark.parametrize("case", [None, "case/size=9"])
-    def test_which_case_is_not_guessed(self, tmp_path, case):
+    def test_ambiguous_case_is_refused_with_all_names(self, tmp_path, case):
         path = self.write(tmp_path, f'{GOOD}[matrix]\n"world.size" = [1, 3]\n')
         with pytest.raises(UsageError, match="case/size=1, case/size=3"):
             load_scenario(path, case=case)
 
 
-def test_a_table_of_several_says_what_it_has_and_not_where_else_a_field_could_go():
+def test_unknown_field_of_a_fault_lists_the_fields_of_faults():
     text = 'schema = 1\n[model]\nname = "mlp"\n[[faults]]\nkind = "crash"\nrank = 0\n'
     with pytest.raises(ScenarioError) as raised:
         parse_cases(text + "step = 1\nlr = 0.1\n", source="x", stem="x")

@@ -1,4 +1,4 @@
-"""The matrix: which cases a file makes, and what they are called."""
+"""Matrix of a file: its cases and their ids."""
 
 import pytest
 
@@ -10,21 +10,21 @@ PARAMS = HEAD.replace("mlp", "params")
 
 
 def cases(matrix, head=HEAD):
-    """Cases of a file with this matrix."""
+    """Return the cases of a file with this matrix."""
     return parse_cases(head + matrix, source="toy.toml", stem="toy")
 
 
 def lines_of(matrix):
-    """Problems of a file with this matrix."""
+    """Return the problems of a file with this matrix."""
     with pytest.raises(ScenarioError) as caught:
         cases(matrix)
     return [str(problem) for problem in caught.value.problems]
 
 
 class TestIds:
-    """Ids that people type and CI compares: they must not move."""
+    """Ids are typed by users and compared in CI, so they must not change."""
 
-    def test_product_in_the_order_of_the_file(self):
+    def test_product_keeps_the_order_of_the_file(self):
         found = cases('"world.size" = [2, 3]\n"model.dtype" = ["bf16", "fp32"]\n')
         assert [scenario.name for scenario in found] == [
             "toy/size=2,dtype=bf16",
@@ -50,10 +50,10 @@ class TestIds:
             ('optimizer = [{ name = "sgd", momentum = 0.9 }]', "optimizer=name:sgd+momentum:0.9"),
         ],
     )
-    def test_values_as_an_id_shows_them(self, line, label):
+    def test_value_in_an_id(self, line, label):
         assert cases(line)[0].name == f"toy/{label}"
 
-    def test_shapes(self):
+    def test_shapes_in_an_id(self):
         found = cases('"model.shapes" = [[[1], [2, 3]], [[]], []]', PARAMS)
         assert [scenario.name for scenario in found] == [
             "toy/shapes=1+2x3",
@@ -61,23 +61,23 @@ class TestIds:
             "toy/shapes=none",
         ]
 
-    def test_long_values_are_called_by_their_place(self):
+    def test_long_values_are_named_by_their_index(self):
         shapes = [[index] for index in range(100, 130)]
         assert cases(f'"model.shapes" = [[[1]], {shapes}]', PARAMS)[1].name == "toy/shapes=#1"
 
     def test_unquoted_keys_mean_the_same(self):
-        """TOML reads them as nested tables; the user means a path."""
+        """TOML reads them as nested tables, but they mean a path."""
         assert cases("world.size = [1, 2]") == cases('"world.size" = [1, 2]')
 
 
 class TestTables:
-    def test_is_laid_over_the_file_s_table(self):
+    def test_table_overrides_fields_of_the_file(self):
         head = 'schema = 1\n[model]\nname = "mlp"\n[optimizer]\nlr = 0.5\n[matrix]\n'
         adamw, sgd = cases('optimizer = [{}, { name = "sgd", momentum = 0.9 }]', head)
         assert (adamw.optimizer.name, adamw.optimizer.lr) == ("adamw", 0.5)
         assert (sgd.optimizer.name, sgd.optimizer.lr) == ("sgd", 0.5)
 
-    def test_makes_a_table_that_the_file_lacks(self):
+    def test_table_missing_from_the_file_is_created(self):
         (found,) = cases('"data.nan" = [{ step = 1, rank = 0 }]')
         assert found.data.nan is not None
         assert found.data.nan.step == 1
@@ -125,10 +125,10 @@ class TestProblems:
             ),
         ],
     )
-    def test_text_of_a_mistake(self, line, said):
+    def test_message_of_a_mistake(self, line, said):
         assert lines_of(line) == [said]
 
-    def test_matrix_that_is_no_table(self):
+    def test_matrix_must_be_a_table(self):
         with pytest.raises(ScenarioError, match="matrix: expected a table of lists, got 3"):
             parse_cases('schema = 1\nmatrix = 3\nmodel = { name = "mlp" }', source="", stem="a")
 
@@ -138,8 +138,7 @@ class TestProblems:
             "(in cases toy/size=0,seed=1, toy/size=0,seed=2, toy/size=0,seed=3 and 2 more)" in line
         )
 
-    def test_mistake_of_all_cases_is_the_file_s(self):
-        """What the matrix has no part in is said once, without it."""
+    def test_mistake_of_all_cases_is_reported_without_the_matrix(self):
         head = 'schema = 1\n[model]\nname = "mlp"\n[run]\nsteps = 0\n[matrix]\n'
         with pytest.raises(ScenarioError) as caught:
             cases('"world.size" = [1, 2]', head)

@@ -1,4 +1,4 @@
-"""Names of params in a scenario: each is that of a param that the model trains."""
+"""Names of params in a scenario must be those of trained params."""
 
 import pytest
 
@@ -38,41 +38,41 @@ UNKNOWN = {
 }
 
 
-def test_names_that_there_are_are_right_and_kept():
+def test_known_names_are_accepted_and_kept():
     assert list(check_names(KNOWN, NAMES)) == []
     assert with_known_names(KNOWN, NAMES) == KNOWN
 
 
 @pytest.mark.parametrize("path", UNKNOWN)
-def test_a_name_that_no_param_has_is_told_by_its_path_with_those_that_there_are(path):
+def test_unknown_name_is_reported_with_its_path_and_known_names(path):
     (problem,) = check_names(UNKNOWN[path], NAMES)
     assert problem.path == path
     assert "up.weight" in problem.suggestion
 
 
 @pytest.mark.parametrize("path", UNKNOWN)
-def test_a_case_without_it_is_right(path):
+def test_repair_removes_unknown_names(path):
     assert list(check_names(with_known_names(UNKNOWN[path], NAMES), NAMES)) == []
 
 
-def test_a_group_whose_params_are_all_in_groups_before_it_is_told_as_that():
+def test_group_covered_by_earlier_groups_is_reported():
     (problem,) = check_names(case(optimizer=["bias", "up.bias"]), NAMES)
     assert problem.path == "optimizer.groups[1].match"
     assert "earlier groups have all matches" in problem.message
     assert problem.suggestion.endswith("one of up.weight, down.weight.")
 
 
-def test_where_every_param_has_a_group_there_is_none_to_try():
+def test_no_name_is_suggested_if_every_param_has_a_group():
     (problem,) = check_names(case(optimizer=["", "bias"]), NAMES)
     assert problem.suggestion == "Leave the group out."
 
 
-def test_groups_that_have_a_param_are_kept_in_order():
+def test_groups_with_a_param_are_kept_in_order():
     found = matching_groups(groups("gamma", "weight", "up.weight", "bias"), NAMES)
     assert found == groups("weight", "bias")
 
 
-def test_of_many_names_the_first_are_told():
+def test_only_the_first_of_many_names_are_listed():
     names = [f"p{index}" for index in range(40)]
     (problem,) = check_names(case(tied=("nobody",)), names)
     assert problem.suggestion.endswith("p10, p11 and 28 more.")

@@ -1,4 +1,4 @@
-"""A second layout must give the same state: what may make it differ is refused."""
+"""Pair of layouts: settings that may change the state are refused."""
 
 from dataclasses import replace
 
@@ -30,15 +30,15 @@ CASE = Scenario(
 )
 
 
-def test_a_pair_is_valid():
+def test_pair_is_valid():
     assert not check_scenario(CASE)
 
 
-def test_the_second_layout_of_the_second_is_the_first():
+def test_other_layout_is_its_own_inverse():
     assert other_layout(other_layout(CASE)) == CASE
 
 
-def test_layouts_are_named_by_what_differs():
+def test_layouts_are_described_by_their_differences():
     assert layouts_in_words(CASE) == (
         "expected: as in the layout world.size = 4, system.stage = 0\n"
         "got: in the layout world.size = 2, system.stage = 1"
@@ -63,5 +63,5 @@ def test_layouts_are_named_by_what_differs():
         ("reload", {"run": RunSpec(steps=2), "reload": ReloadSpec(step=1)}),
     ],
 )
-def test_refused_is_what_may_make_layouts_differ(path, changed):
+def test_setting_that_may_change_the_state_is_refused(path, changed):
     assert path in [problem.path for problem in check_scenario(replace(CASE, **changed))]

@@ -1,4 +1,4 @@
-"""What a case says of the world after its checkpoint is held to the rules of any world."""
+"""The world after a reload follows the same rules as any world."""
 
 import pytest
 
@@ -50,20 +50,20 @@ SOUND = [
 
 
 @pytest.mark.parametrize("path", SET_AFTER)
-def test_what_the_stage_after_it_has_no_use_for_is_refused_at_its_own_field(path):
+def test_setting_without_effect_after_the_reload_is_refused_at_its_field(path):
     (problem,) = check_scenario(SET_AFTER[path])
     assert problem.path == path
     assert problem.message.startswith("stage 0 ")
 
 
 @pytest.mark.parametrize("suggestion", LEFT_AS_IT_WAS)
-def test_what_it_leaves_as_it_was_is_refused_at_what_it_changes(suggestion):
+def test_kept_setting_without_effect_is_refused_at_the_new_stage(suggestion):
     (problem,) = check_scenario(LEFT_AS_IT_WAS[suggestion])
     assert problem.path == "reload.stage"
     assert problem.suggestion.startswith(suggestion)
 
 
-def test_experts_dealt_out_after_it_are_not_what_one_device_has():
+def test_one_device_is_refused_with_sharded_experts_after_a_reload():
     (problem,) = check_scenario(
         case(
             model=ModelSpec(name="moe", hidden=2),
@@ -76,23 +76,23 @@ def test_experts_dealt_out_after_it_are_not_what_one_device_has():
     assert "needs ranks with the same data and all params" in problem.message
 
 
-def test_alignment_and_uneven_shards_do_not_go_together_after_it_either():
+def test_alignment_with_uneven_shards_after_a_reload_is_refused():
     scenario = case(system=SystemSpec(align_elems=4), reload={"partition": "uneven"})
     assert [problem.path for problem in check_scenario(scenario)] == ["reload.partition"]
 
 
-def test_no_more_ranks_after_it_than_a_model_can_add_for():
+def test_world_after_a_reload_is_limited_by_exact_sums():
     scenario = case(model=BIT_HASH, reload={"world_size": 257})
     assert [problem.path for problem in check_scenario(scenario)] == ["reload.world_size"]
 
 
 @pytest.mark.parametrize("scenario", SOUND)
-def test_what_the_world_after_it_uses_is_not_refused(scenario):
+def test_setting_with_effect_after_the_reload_is_accepted(scenario):
     assert check_scenario(scenario) == []
 
 
-def test_a_setting_that_only_the_world_after_it_uses_is_used():
-    """With tp = 2 of two ranks there is one axis, of four there are two."""
+def test_setting_with_effect_only_after_the_reload_is_accepted():
+    """tp = 2 leaves one axis of two ranks, and two axes of four ranks."""
     topology = TopologySpec(tp=2, order="dp-tp-cp-pp")
     scenario = Scenario(
         schema=1,
@@ -113,7 +113,7 @@ def test_a_setting_that_only_the_world_after_it_uses_is_used():
         ({"stage": 3}, {}, "system.stage = 3"),
     ],
 )
-def test_reduce_buffers_of_a_later_system_without_a_use_for_them_are_refused(system, reload, found):
+def test_reduce_buffers_without_effect_after_a_reload_are_refused(system, reload, found):
     scenario = case(system=SystemSpec(**system), reload={"reduce_buffer_elems": 4, **reload})
     (problem,) = check_scenario(scenario)
     assert problem.path == "reload.reduce_buffer_elems"
@@ -122,14 +122,14 @@ def test_reduce_buffers_of_a_later_system_without_a_use_for_them_are_refused(sys
     assert "stage = 1" in problem.suggestion
 
 
-def test_reduce_buffers_of_the_earlier_system_end_with_it():
+def test_reduce_buffers_end_with_their_stage():
     scenario = case(system=SystemSpec(reduce_buffer_elems=4), reload={"stage": 3})
     assert check_scenario(scenario) == []
     assert after_reload(scenario).system.reduce_buffer_elems is None
 
 
 @pytest.mark.parametrize("reload", [{"bucket_elems": 8}, {"stage": 1}, {"world_size": 2}])
-def test_sums_at_the_first_rank_stay_after_a_checkpoint(reload):
+def test_sums_at_the_first_rank_survive_a_reload(reload):
     scenario = case(
         system=SystemSpec(stage=0, sum_by="first-rank"), world=FOUR_IN_RANK_ORDER, reload=reload
     )
@@ -137,13 +137,13 @@ def test_sums_at_the_first_rank_stay_after_a_checkpoint(reload):
     assert after_reload(scenario).system.sum_by == "first-rank"
 
 
-def test_sums_to_all_ranks_end_with_the_shards_that_they_are_of():
+def test_all_reduced_sums_end_with_sharding():
     scenario = case(system=SystemSpec(sum_by="all-reduce"), reload={"stage": 0})
     assert check_scenario(scenario) == []
     assert after_reload(scenario).system.sum_by == "reduce-scatter"
 
 
-def test_an_arena_is_not_kept_for_later_beside_reduce_buffers():
+def test_arena_with_reduce_buffers_is_refused_before_a_reload():
     system = SystemSpec(stage=2, sync="every", arena=True, reduce_buffer_elems=8)
     (problem,) = check_scenario(case(system=system, reload={"stage": 3}))
     assert problem.path == "system.arena"

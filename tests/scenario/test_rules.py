@@ -1,4 +1,4 @@
-"""Rules over the values of a scenario."""
+"""Rules for values of a scenario."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ DIGITS = Scenario(schema=1, model=ModelSpec(name="digits"))
 
 
 def paths_of(scenario):
-    """Paths of all problems."""
+    """Return the paths of all problems."""
     return [problem.path for problem in check_scenario(scenario)]
 
 
@@ -85,16 +85,16 @@ def test_one_broken_rule_is_one_problem(path, changed):
         dataclasses.replace(PARAMS, model=ModelSpec(name="params", shapes=((0,), ()))),
     ],
 )
-def test_edges_of_what_is_allowed(scenario):
+def test_extreme_values_are_accepted(scenario):
     assert check_scenario(scenario) == []
 
 
-def test_several_broken_rules_come_together():
+def test_several_broken_rules_are_listed_together():
     scenario = dataclasses.replace(MLP, world=WorldSpec(size=0), run=RunSpec(steps=-1, seed=-1))
     assert paths_of(scenario) == ["world.size", "run.steps", "run.seed"]
 
 
-def test_nan_beyond_the_world_says_both_numbers():
+def test_nan_beyond_the_world_names_both_numbers():
     (problem,) = check_scenario(
         dataclasses.replace(MLP, data=DataSpec(nan=NanSpec(step=0, rank=5)))
     )
@@ -104,8 +104,8 @@ def test_nan_beyond_the_world_says_both_numbers():
     )
 
 
-def test_nan_behind_a_checkpoint_is_on_a_rank_of_the_world_there():
-    """A rank that is gone by then has no data to spoil."""
+def test_nan_after_a_reload_needs_a_rank_of_that_world():
+    """A missing rank has no data."""
     smaller = dataclasses.replace(
         MLP, run=RunSpec(steps=4), reload=ReloadSpec(step=2, world_size=1)
     )
@@ -120,15 +120,15 @@ def test_nan_behind_a_checkpoint_is_on_a_rank_of_the_world_there():
     ]
 
 
-def test_rules_read_fields_that_exist():
-    """A field renamed in the records is renamed here."""
+def test_rules_read_existing_fields():
+    """A renamed field must be renamed in the rules."""
     paths = {bound.path for bound in BOUNDS} | {path for rule in RULES for path in rule.reads}
     assert paths <= set(field_paths())
     assert all(type_at(path.split(".")) is not None for path in paths)
 
 
-def test_known_mistakes_silence_the_rules_that_read_them():
-    """A field of the wrong type has no value to judge."""
+def test_known_mistakes_disable_the_rules_that_read_them():
+    """A field of the wrong type has no value to check."""
     scenario = dataclasses.replace(MLP, world=WorldSpec(size=0))
     assert check_scenario(scenario, known_bad={"world"}) == []
 
@@ -175,7 +175,7 @@ def test_known_mistakes_silence_the_rules_that_read_them():
         ("reload", {"topology": TopologySpec(tp=2), "reload": ReloadSpec(step=1, world_size=3)}),
     ],
 )
-def test_features_that_do_not_go_together(path, parts):
+def test_incompatible_features_are_refused(path, parts):
     problems = check_scenario(dataclasses.replace(MLP, **parts))
     assert path in [problem.path for problem in problems]
     assert all(problem.suggestion for problem in problems)
@@ -191,7 +191,7 @@ def test_features_that_do_not_go_together(path, parts):
     ],
     ids=["reload", "experts", "fp8", "tp"],
 )
-def test_some_cases_need_a_known_order_of_addition(changed):
+def test_some_cases_need_a_known_order(changed):
     unknown = dataclasses.replace(MLP, world=WorldSpec(size=4, order_known=False))
     assert paths_of(unknown) == []
     assert paths_of(dataclasses.replace(unknown, **changed)) == ["world.order_known"]

@@ -1,4 +1,4 @@
-"""The JSON Schema that `zero-sim schema` prints."""
+"""JSON Schema that `zero-sim schema` prints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SCHEMA = scenario_schema()
 
 
 def node(path):
-    """The schema of one field."""
+    """Return the schema of one field."""
     here: dict = SCHEMA
     for name in path.split("."):
         here = here["properties"][name]
@@ -21,7 +21,7 @@ def node(path):
 
 
 def objects(value):
-    """All objects within."""
+    """Yield all nested objects."""
     if isinstance(value, dict):
         yield value
         for item in value.values():
@@ -31,7 +31,7 @@ def objects(value):
             yield from objects(item)
 
 
-def test_is_json_and_names_its_dialect():
+def test_schema_is_json_and_names_its_dialect():
     assert json.loads(json.dumps(SCHEMA))["$schema"] == DIALECT
 
 
@@ -39,26 +39,26 @@ def test_every_field_is_described():
     assert [path for path in field_paths() if not node(path)["description"]] == []
 
 
-def test_unknown_fields_are_refused_everywhere():
-    """An editor underlines what loading would refuse."""
+def test_unknown_fields_are_refused_in_every_table():
+    """Editors then underline them as loading would refuse them."""
     tables = [node for node in objects(SCHEMA) if "properties" in node and "title" in node]
     assert len(tables) >= 9
     assert all(table["additionalProperties"] is False for table in tables)
 
 
-def test_null_is_no_choice():
-    """TOML has none."""
+def test_null_is_never_accepted():
+    """TOML has no null."""
     assert '"null"' not in json.dumps(SCHEMA)
 
 
-def test_ranges_are_those_of_the_rules():
+def test_ranges_equal_those_of_the_rules():
     assert (node("world.size")["minimum"], node("world.size")["maximum"]) == (1, 4096)
     assert node("optimizer.lr")["exclusiveMinimum"] == 0
     assert [item["exclusiveMaximum"] for item in node("optimizer.betas")["prefixItems"]] == [1, 1]
 
 
-def test_every_number_and_list_has_its_limits():
-    """But what other fields bound, and the seed of all: an index, a step, a rank."""
+def test_every_number_and_list_has_limits():
+    """Except indices, steps and ranks that other fields limit."""
     bound_by_others = {"data.nan.step", "data.nan.rank", "reload.step", "schema"}
     bound_by_others |= {"data.nan.micro_batch", "optimizer.loss_scale.initial"}
     for path in set(field_paths()) - bound_by_others:
@@ -72,7 +72,7 @@ def test_every_number_and_list_has_its_limits():
             assert field["maxLength"] in (1_000, 10_000), path
 
 
-def test_entries_of_lists_have_theirs():
+def test_entries_of_lists_have_limits():
     fault = SCHEMA["$defs"]["FaultSpec"]["properties"]
     assert (fault["call"]["minimum"], fault["call"]["maximum"]) == (0, 10**9)
     assert fault["bit"]["maximum"] == 63
@@ -80,7 +80,7 @@ def test_entries_of_lists_have_theirs():
 
 
 def test_matrix_lists_every_path_that_may_vary():
-    """For completion in editors; a value is a list of what the field takes."""
+    """For completion in editors; each value is a list of the field's values."""
     matrix = SCHEMA["properties"]["matrix"]
     assert set(matrix["properties"]) == set(field_paths()) - {"schema", "name"}
     sizes = matrix["properties"]["world.size"]

@@ -9,7 +9,7 @@ IDS = ("toy/size=1,dtype=bf16", "toy/size=2,dtype=fp32", "digits", "my case (old
 
 
 def selected(expression):
-    """Places of the ids that an expression selects."""
+    """Return the indices of the ids that an expression selects."""
     matches = compile_expression(expression)
     return [place for place, case_id in enumerate(IDS) if matches(case_id)]
 
@@ -36,7 +36,7 @@ def selected(expression):
         ("nothing", []),
     ],
 )
-def test_selects(expression, places):
+def test_expression_selects_ids(expression, places):
     """`not` binds before `and`, `and` before `or`."""
     assert selected(expression) == places
 
@@ -56,7 +56,7 @@ def test_selects(expression, places):
         ("(" * 5000, "expected at most 100 levels"),
     ],
 )
-def test_malformed(expression, said):
+def test_malformed_expression_is_refused(expression, said):
     with pytest.raises(UsageError) as caught:
         compile_expression(expression)
     assert said in str(caught.value)

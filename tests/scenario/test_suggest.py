@@ -1,7 +1,7 @@
 from zero_sim.scenario.suggest import nearest
 
 
-def test_the_nearest_name_comes_first():
+def test_nearest_name_comes_first():
     assert nearest("trch-ddp", ["zero_sim", "torch-ddp"]) == "torch-ddp, zero_sim"
 
 

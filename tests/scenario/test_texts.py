@@ -1,4 +1,4 @@
-"""Strings of a scenario: how long, and nothing in them that nobody sees."""
+"""Strings of a scenario: limited length, no invisible characters."""
 
 import dataclasses
 import json
@@ -17,31 +17,31 @@ UNSEEN = ["\n", "\r", "\t", "\0", "\x07", "\x1b", "\x7f", "\x9b", "\u202e", "\u2
 
 
 def paths_of(**changed):
-    """Paths of all problems."""
+    """Return the paths of all problems."""
     return [problem.path for problem in check_scenario(dataclasses.replace(MLP, **changed))]
 
 
 @pytest.mark.parametrize("char", UNSEEN)
-def test_a_name_has_nothing_unseen(char):
+def test_invisible_characters_in_a_name_are_refused(char):
     assert paths_of(name=f"a{char}PASS") == ["name"]
 
 
-def test_names_are_any_language_s():
+def test_name_may_be_in_any_language():
     assert paths_of(name="größe=3 ☃ 日本語") == []
 
 
-def test_a_description_may_have_lines():
+def test_description_may_have_lines():
     assert paths_of(description="one\n\ttwo") == []
     assert paths_of(description="\x1b]0;title\x07") == ["description"]
 
 
-def test_lengths():
+def test_lengths_are_limited():
     assert paths_of(name="x" * NAME_CHARS_MAX, description="x" * DESCRIPTION_CHARS_MAX) == []
     assert paths_of(name="x" * (NAME_CHARS_MAX + 1)) == ["name"]
     assert paths_of(description="x" * (DESCRIPTION_CHARS_MAX + 1)) == ["description"]
 
 
-def test_every_string_is_looked_at():
+def test_every_string_is_checked():
     optimizer = OptimizerSpec(
         groups=(ParamGroupSpec(match="a", lr=1.0), ParamGroupSpec(match="\x1b", lr=1))
     )
@@ -50,21 +50,21 @@ def test_every_string_is_looked_at():
     assert {"topology.shared[0]", "optimizer.groups[1].match"} <= set(found)
 
 
-def test_the_message_shows_what_and_where():
+def test_message_shows_character_and_position():
     (problem,) = check_scenario(dataclasses.replace(MLP, name="ab\x1b[31m"))
     assert problem.message == (
         r"expected a string without control characters, got '\x1b' at character 2."
     )
 
 
-def test_an_id_with_the_matrix_s_values_is_bounded(tmp_path):
+def test_id_with_matrix_values_is_limited(tmp_path):
     name = json.dumps("x" * (NAME_CHARS_MAX - 2))
     text = f'schema = 1\nname = {name}\n[model]\nname = "mlp"\n[matrix]\n"world.size" = [1, 2]\n'
     with pytest.raises(ScenarioError, match="expected a case id of at most 1,000 characters"):
         parse_cases(text, source="case.toml", stem="case")
 
 
-def test_a_file_s_own_name_is_held_to_the_same(tmp_path):
+def test_file_name_follows_the_rules_of_names(tmp_path):
     path = tmp_path / "x\nPASS  all.toml"
     path.write_text('schema = 1\n[model]\nname = "mlp"\n')
     with pytest.raises(ScenarioError) as caught:

@@ -1,4 +1,4 @@
-"""What the model `tp-block` does not go with is refused, by its field and with the reason."""
+"""Settings that the model `tp-block` refuses, with their field."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ SPLIT = Scenario(
 )
 
 
-def test_a_split_block_is_a_case():
+def test_split_block_is_valid():
     assert check_scenario(SPLIT) == []
 
 
@@ -45,10 +45,10 @@ REFUSED = {
 @pytest.mark.parametrize(
     ("path", "scenario"), [(path, each) for path, cases in REFUSED.items() for each in cases]
 )
-def test_it_is_refused(path, scenario):
+def test_incompatible_setting_is_refused_by_its_path(path, scenario):
     assert path in [problem.path for problem in check_scenario(scenario)]
 
 
 @pytest.mark.parametrize("hidden", [80, 84])
-def test_the_widest_that_bf16_adds_exactly(hidden):
+def test_widest_exact_sum_in_bf16_is_accepted(hidden):
     assert check_scenario(replace(SPLIT, model=replace(BLOCKS, hidden=hidden, dtype="bf16"))) == []
