@@ -14,7 +14,7 @@ JUDGED_BY_BOUNDS = scenarios(reload=False).filter(lambda case: not why_order_mat
 
 @given(scenario=JUDGED_BY_BOUNDS)
 @settings(max_examples=at_most(200))
-def test_a_right_system_keeps_its_bounds(pool, scenario):
+def test_correct_system_stays_within_bounds(pool, scenario):
     world = replace(scenario.world, order="random-tree", order_known=False)
     result = run_case(replace(scenario, world=world), pool=pool)
     note(str(result))

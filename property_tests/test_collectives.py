@@ -77,7 +77,7 @@ def cases(draw):
 
 
 @given(case=cases())
-def test_reduce_scatter(worlds, case):
+def test_reduce_scatter_matches_formula(worlds, case):
     size, per_rank, dtype, order, rows = case
     world = worlds[size]
     world.configure(order=order)
@@ -98,7 +98,7 @@ def test_reduce_scatter(worlds, case):
 
 
 @given(case=cases(), extra=st.integers(0, 3))
-def test_all_reduce(worlds, case, extra):
+def test_all_reduce_matches_formula(worlds, case, extra):
     size, per_rank, dtype, order, rows = case
     numel = max(0, size * per_rank - extra)
     world = worlds[size]
@@ -118,7 +118,7 @@ def test_all_reduce(worlds, case, extra):
 
 
 @given(case=cases(), data=st.data(), late=world_settings(ready_max=max(SIZES)))
-def test_moving_data_changes_no_bit(worlds, case, data, late):
+def test_data_movement_changes_no_bit(worlds, case, data, late):
     size, per_rank, dtype, _, rows = case
     root = data.draw(st.integers(0, size - 1))
     world = worlds[size]

@@ -33,7 +33,7 @@ def comparison(dtensor_programs):
 
 
 @pytest.mark.timeout(3600 if is_nightly() else 120)
-def test_simulated_ranks_see_what_processes_see(comparison, dtensor_programs):
+def test_simulated_ranks_match_gloo_processes(comparison, dtensor_programs):
     if is_nightly():
         batches = dtensor_programs.draw_batches(NIGHTLY_PROGRAMS, "nightly")
     else:

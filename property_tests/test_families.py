@@ -40,7 +40,7 @@ def facts(result):
 # torch says so where a rank has no shard with a gradient.
 @pytest.mark.filterwarnings("ignore:Called FSDP.clip_grad_norm_")
 @pytest.mark.parametrize("name", ["zero_sim", "torch-fsdp1", "torch-fsdp2", "torch-ddp"])
-def test_what_is_kept_is_what_is_owed(pool, left, name):
+def test_shared_reference_gives_the_same_verdicts(pool, left, name):
     """A right system never needs a reference of its own where one of its family took the steps."""
     target = find_target(name)
     firsts = filter(has_family, draws(drawn_cases(target), seed="families"))

@@ -9,7 +9,7 @@ from zero_sim import run_case
 
 @given(scenario=faulty_scenarios())
 @settings(max_examples=at_most(150))
-def test_a_planned_fault_is_found(pool, scenario):
+def test_planned_fault_is_found_by_its_check(pool, scenario):
     result = run_case(scenario, pool=pool)
     note(str(result))
     assert result.verdict == "pass"

@@ -24,19 +24,19 @@ def assert_not_wrong(scenario, pool):
 
 @given(scenario=scenarios())
 @settings(max_examples=at_most(1000))
-def test_the_strategies_give_valid_values_only(scenario):
+def test_strategies_draw_valid_scenarios(scenario):
     assert check_scenario(scenario) == []
 
 
 @given(scenario=scenarios())
 @settings(max_examples=at_most(250))
-def test_the_system_equals_the_reference(pool, scenario):
+def test_system_equals_reference(pool, scenario):
     assert_not_wrong(scenario, pool)
 
 
 @given(scenario=scenarios(reload=False), data=st.data())
 @settings(max_examples=at_most(70))
-def test_what_must_not_matter_does_not(pool, scenario, data):
+def test_irrelevant_settings_change_no_bit(pool, scenario, data):
     """Layout, overlap, schedule and foreach change no bit where the order does not depend on them.
 
     Both are compared with a reference that does not know these settings, so they are equal.
@@ -69,7 +69,7 @@ def test_what_must_not_matter_does_not(pool, scenario, data):
 
 @given(scenario=scenarios(ranks_max=6, steps_max=3, reload=False), data=st.data())
 @settings(max_examples=25)
-def test_one_model_on_every_stage(pool, scenario, data):
+def test_all_stages_and_replicas_equal_one_reference(pool, scenario, data):
     """A family: one model, data, optimizer, rules; what is sharded, and in how many copies, varies.
 
     Each is compared with one reference that knows no stages, all state, every step; so all of them

@@ -23,7 +23,7 @@ FREE = {"optimizer.name", "optimizer.lr", "system.target", "system.stage"}
         "torch-fsdp2",
     ],
 )
-def test_nothing_that_is_declared_is_contradicted(name):
+def test_found_rules_agree_with_declarations(name):
     target = find_target(name)
     found, declared = find_rules(target), capabilities_of(target)
     assert found.contradicted == []

@@ -14,7 +14,7 @@ MASTERS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=9)
 
 @given(dtype=DTYPES, bits=MASTERS)
 @settings(max_examples=at_most(2000))
-def test_any_bits(dtype, bits):
+def test_any_master_bits_quantize_alike(dtype, bits):
     """Masters of any bits: subnormal, huge, infinite and NaN."""
     master = torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
     scale = choose_scale(measure_amax(master), dtype=dtype)
@@ -29,7 +29,7 @@ def test_any_bits(dtype, bits):
 
 @given(dtype=DTYPES, exponent=st.integers(-70, 80), bits=MASTERS)
 @settings(max_examples=at_most(500))
-def test_halves_do_not_change_the_values(dtype, exponent, bits):
+def test_power_of_two_scaling_keeps_quantized_values(dtype, exponent, bits):
     """A master times a power of two has the same values at a scale times that power."""
     master = (torch.tensor(bits, dtype=torch.float64) / 2**32).to(torch.float32)
     scale = choose_scale(measure_amax(master), dtype=dtype)

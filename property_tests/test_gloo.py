@@ -27,7 +27,7 @@ def in_gloos_order(case):
 
 
 @pytest.mark.parametrize("ordered", [lambda case: case, in_gloos_order], ids=["folded", "gloo's"])
-def test_a_right_system_passes(judge, ordered):
+def test_correct_system_passes_on_gloo(judge, ordered):
     """In the order that a case names, folded locally; and in the one in which gloo adds itself."""
     drawn = map(ordered, draws(drawn_cases(ranks_max=6, steps_max=3), seed="gloo"))
     cases = islice((case for case in drawn if not check_scenario(case)), CASES)

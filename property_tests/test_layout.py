@@ -11,7 +11,7 @@ LONE = LayoutPolicy(shard_count=3, align_elems=2, bucket_elems=1)
 
 @given(layouts())
 @example((EMPTY, LONE, plan_buffers(EMPTY, policy=LONE)))
-def test_every_param_is_placed_once_with_its_own_size(layout):
+def test_every_param_is_placed_once(layout):
     """Grouping, ordering and bucketing lose and double nothing."""
     specs, policy, buffers = layout
     placed = [param for buffer in buffers for param in buffer.params]
@@ -42,7 +42,7 @@ def test_buckets_tile_the_buffer_and_params_tile_their_bucket(layout):
 
 
 @given(layouts())
-def test_a_bucket_closes_as_soon_as_it_is_full(layout):
+def test_bucket_closes_once_full(layout):
     """All but the last bucket hold bucket_elems; none would without its last non-empty param."""
     _, policy, buffers = layout
     for buffer in buffers:
@@ -95,7 +95,7 @@ def test_padded_shards_are_even_and_aligned(layout):
 
 
 @given(layouts())
-def test_uneven_shards_have_no_padding_and_the_longer_ones_come_first(layout):
+def test_uneven_shards_are_unpadded_and_longest_first(layout):
     """The first numel % shard_count shards of a bucket hold one element more."""
     _, policy, buffers = layout
     for buffer in buffers if policy.partition == "uneven" else ():
@@ -108,7 +108,7 @@ def test_uneven_shards_have_no_padding_and_the_longer_ones_come_first(layout):
 
 
 @given(layouts())
-def test_units_are_dealt_out_whole_and_in_turn(layout):
+def test_whole_buckets_are_assigned_round_robin(layout):
     """One shard owns all of a bucket, without padding; the next bucket's owner is the next one."""
     _, policy, buffers = layout
     for buffer in buffers if policy.partition == "one-owner" else ():
@@ -119,7 +119,7 @@ def test_units_are_dealt_out_whole_and_in_turn(layout):
 
 
 @given(layouts())
-def test_no_row_lies_in_two_shards(layout):
+def test_no_row_crosses_a_shard_boundary(layout):
     """Each param with elements has a bucket, shards even, and a border only between rows."""
     _, policy, buffers = layout
     for buffer in buffers if policy.partition == "rows" else ():
@@ -136,7 +136,7 @@ def test_no_row_lies_in_two_shards(layout):
 
 
 @given(layouts())
-def test_fragments_own_every_element_once_and_padding_never(layout):
+def test_fragments_cover_every_element_once_without_padding(layout):
     """Over all shards, fragments cover the payload without overlap, and agree with owner."""
     _, policy, buffers = layout
     for buffer in buffers:
@@ -154,7 +154,7 @@ def test_fragments_own_every_element_once_and_padding_never(layout):
 
 
 @given(layouts())
-def test_fragments_put_together_are_the_param(layout):
+def test_concatenated_fragments_are_the_param(layout):
     """In shard order, the fragments of a param are adjacent and end where the param ends."""
     _, policy, buffers = layout
     for buffer in buffers:

@@ -27,7 +27,7 @@ def is_right(case):
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(SHIPPED)) for path in FILES])
-def test_the_ledgers_of_shipped_scenarios_are_the_closed_forms(path):
+def test_ledgers_of_shipped_scenarios_match_closed_forms(path):
     """Of the first and the last case of a file; under the profile `nightly`, of all."""
     cases = [case for case in load_cases(path) if case.world.size <= RANKS_MAX and is_right(case)]
     for missing in {why_missing(find_target(case.system.target)) for case in cases} - {""}:
@@ -39,7 +39,7 @@ def test_the_ledgers_of_shipped_scenarios_are_the_closed_forms(path):
 
 @given(scenario=scenarios(reload=False))
 @settings(max_examples=at_most(60))
-def test_the_ledgers_of_drawn_cases_are_the_closed_forms(scenario):
+def test_ledgers_of_drawn_cases_match_closed_forms(scenario):
     measured = measure(scenario)
     assert measured.is_costed
     assert list(measured.differences()) == []

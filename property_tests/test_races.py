@@ -65,7 +65,7 @@ def cut(buffer, view):
 
 
 @given(lent=views(), other=views(), as_bytes=st.booleans())
-def test_shared_elements(lent, other, as_bytes):
+def test_shared_elements_match_byte_sets(lent, other, as_bytes):
     buffer = torch.zeros(BUFFER_ELEMS)
     mine = cut(buffer, lent)
     theirs = cut(buffer.view(torch.int16) if as_bytes else buffer, other)
@@ -104,7 +104,7 @@ OPERATIONS = {
     other=views(overlapping=False),
     name=st.sampled_from(sorted(OPERATIONS)),
 )
-def test_races(world, lent, other, name):
+def test_races_match_byte_sets(world, lent, other, name):
     kind = "none" if name == "view" else "read" if name.startswith("read") else "write"
 
     def program(rank):

@@ -60,7 +60,7 @@ def test_every_element_is_written_once(change, copies):
 
 @given(change=changes())
 @settings(max_examples=at_most(1000))
-def test_what_is_read_is_what_was_written(change):
+def test_resharded_elements_are_read_back_unchanged(change):
     """Elements are numbered through; after both layouts each is at its own place."""
     specs, before, after = change
     stored = {spec.name: [] for spec in specs}

@@ -49,11 +49,11 @@ def test_prose(modules):
     assert_within_budget(measure_prose(modules))
 
 
-def test_the_road_of_the_smallest_case():
+def test_road_of_the_smallest_case():
     assert_within_budget(measure_road())
 
 
-def test_a_figure_above_its_budget_is_named():
+def test_figure_above_budget_is_named():
     with pytest.raises(AssertionError, match="lines of attic"):
         assert_within_budget({"lines of attic": 1})
 

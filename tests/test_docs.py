@@ -47,19 +47,19 @@ TABLES = {
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_the_features_of_a_case_are_all_fields_of_its_table(table):
+def test_listed_features_are_the_fields_of_each_table(table):
     (row,) = re.findall(rf"^\| `{table}` \| (.*) \|$", COMPARED, flags=re.MULTILINE)
     fields = {field.name for field in dataclasses.fields(TABLES[table])}
     assert set(re.findall(r"`(\w+)`", row)) == fields - ({"target"} if table == "system" else set())
 
 
-def test_counts_of_models_and_optimizers_are_right():
+def test_model_and_optimizer_counts_are_correct():
     counts = [int(n) for n in re.findall(r"`name` \((\d+) ", COMPARED)]
     assert counts == [len(get_args(spec.ModelName)), len(get_args(spec.OptimizerName))]
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda path: path.stem)
-def test_every_check_that_a_page_names_is_one(page):
+def test_every_check_on_a_page_exists(page):
     for check in re.findall(
         r"`((?:equality|invariant|guard|world|input)\.[a-z-]+)`", page.read_text()
     ):
@@ -72,12 +72,12 @@ def test_every_check_that_a_page_names_is_one(page):
 
 
 @pytest.mark.parametrize("record", [Capabilities, Costs, Numerics, Place], ids=lambda r: r.__name__)
-def test_all_that_a_target_can_declare_is_told(record):
+def test_every_declarable_field_is_documented(record):
     missing = [f.name for f in dataclasses.fields(record) if f"`{f.name}`" not in TARGETS]
     assert not missing
 
 
-def test_the_forms_of_clipping_that_are_named_exist():
+def test_documented_clip_forms_exist():
     named = set(re.findall(r"`(fp(?:32|64)-[a-z-]+)`", TARGETS))
     assert named
     assert named <= set(CLIP_FORMS)
@@ -95,7 +95,7 @@ SCHEMAS = {"github": "vendor.github-workflows", "gitlab": "vendor.gitlab-ci"}
 
 
 @pytest.mark.parametrize("service", JOBS)
-def test_a_job_fits_the_schema_of_its_service(service, tmp_path):
+def test_job_fits_the_schema_of_its_service(service, tmp_path):
     pytest.importorskip("check_jsonschema")
     path = tmp_path / "job.yml"
     path.write_text(JOBS[service])
@@ -107,7 +107,7 @@ def test_a_job_fits_the_schema_of_its_service(service, tmp_path):
 
 
 @pytest.mark.parametrize("service", JOBS)
-def test_the_commands_of_a_job_are_commands_of_ours(service):
+def test_commands_and_options_of_a_job_exist(service):
     lines = re.findall(r"zero-sim (\w+)((?: [^\s|']+)*)", JOBS[service])
     lines = [(name, words.split()) for name, words in lines if name in main.commands]
     assert {name for name, _ in lines} == {"run", "fuzz", "report"}
@@ -124,13 +124,13 @@ def test_the_commands_of_a_job_are_commands_of_ours(service):
 SCRIPTS = (DOCS / "scripts.md").read_text()
 
 
-def test_every_option_of_torchrun_that_a_page_names_is_one():
+def test_every_torchrun_option_on_the_page_exists():
     options = {option for param in main.commands["torchrun"].params for option in param.opts}
     # `--steps` is the script's.
     assert set(re.findall(r"--[a-z][a-z-]+", SCRIPTS)) - {"--steps"} <= options
 
 
-def test_the_script_of_a_page_runs_by_the_commands_that_the_page_gives(tmp_path, monkeypatch):
+def test_script_of_the_page_runs_by_its_commands(tmp_path, monkeypatch):
     # The packages that it names are somebody's own.
     commands = [
         line
@@ -148,7 +148,7 @@ def test_the_script_of_a_page_runs_by_the_commands_that_the_page_gives(tmp_path,
 
 
 # Slower than a quarter of a second: the script runs ten times.
-def test_the_script_of_the_tutorial_is_judged_as_shown(tmp_path, monkeypatch):
+def test_tutorial_output_is_as_documented(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = (DOCS / "your-script.md").read_text()
     script, change = blocks(page, "python")
@@ -160,7 +160,7 @@ def test_the_script_of_the_tutorial_is_judged_as_shown(tmp_path, monkeypatch):
 
 
 # Slower than a quarter of a second: the script runs fifteen times.
-def test_the_script_of_other_relations_is_judged_as_shown(tmp_path, monkeypatch):
+def test_other_relations_output_is_as_documented(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = (DOCS / "against.md").read_text()
     (script,) = blocks(page, "python")
@@ -169,7 +169,7 @@ def test_the_script_of_other_relations_is_judged_as_shown(tmp_path, monkeypatch)
         assert_shown(shown, run_command(command))
 
 
-def test_the_finding_of_a_page_is_as_shown(tmp_path, monkeypatch):
+def test_documented_finding_is_reproduced(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = (DOCS / "reading-a-finding.md").read_text()
     (case,) = blocks(page, "toml")
@@ -180,7 +180,7 @@ def test_the_finding_of_a_page_is_as_shown(tmp_path, monkeypatch):
     assert "equality.grad" in Path("zero-sim.html").read_text()
 
 
-def test_commands_of_the_page_on_reporting_have_the_options_that_it_gives():
+def test_options_on_the_reporting_page_exist():
     page = (DOCS / "reporting-upstream.md").read_text()
     lines = re.findall(r"(?:^|`)zero-sim ([^`\n]+)", page, flags=re.MULTILINE)
     assert len(lines) == 3
@@ -189,7 +189,7 @@ def test_commands_of_the_page_on_reporting_have_the_options_that_it_gives():
         assert {word for word in words if word.startswith("--")} <= options
 
 
-def test_the_example_of_every_schedule_runs():
+def test_example_of_all_schedules_runs():
     (page,) = [each for each in _python(RANKS) if "import explore" in each]
     exec(compile(page, "tests-on-ranks.md", "exec"), {})
 
@@ -238,7 +238,7 @@ class FlatEngine:
         return self.named
 
 
-def test_the_parts_that_a_page_shows_are_all_of_each_param():
+def test_documented_parts_cover_every_param():
     (code,) = [each for each in _python(TARGETS) if each.startswith("def parts")]
     names = {"flat_parts": targets.flat_parts}
     exec(code, names)  # What a reader copies.
@@ -264,7 +264,7 @@ def test_the_parts_that_a_page_shows_are_all_of_each_param():
 
 
 @pytest.mark.parametrize("name", ["OwnersTarget", "ShardsTarget"])
-def test_a_target_of_a_ready_engine_that_a_page_shows_is_right(name):
+def test_documented_targets_of_ready_engines_pass(name):
     (code,) = [each for each in _python(TARGETS) if f"class {name}" in each]
     names = {}
     exec(code, names)  # What a reader copies.
@@ -279,7 +279,7 @@ def test_a_target_of_a_ready_engine_that_a_page_shows_is_right(name):
         assert not {"masters and optimizer state", "reduced gradients"} & set(result.unobserved)
 
 
-def test_every_hook_that_a_page_names_is_one():
+def test_documented_engine_hooks_exist():
     rows = re.findall(r"^\| `(\w+Engine)\.(\w+)\(([\w, ]*)\)`", TARGETS, flags=re.MULTILINE)
     assert len(rows) == 6
     for engine, hook, arguments in rows:
@@ -290,13 +290,13 @@ def test_every_hook_that_a_page_names_is_one():
 (TEN,) = [each for each in _python(TARGETS) if "class MyEngine" in each]
 
 
-def test_the_ten_lines_conform():
+def test_ten_line_target_conforms():
     names = {}
     exec(compile(TEN, "test_mine.py", "exec"), names)  # What a reader copies.
     names["test_mine"]()
 
 
-def test_the_ten_lines_pass_the_command_that_a_page_shows(tmp_path, monkeypatch):
+def test_ten_line_target_passes_the_documented_campaign(tmp_path, monkeypatch):
     (tmp_path / "test_mine.py").write_text(TEN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -316,7 +316,7 @@ def _without_times(text):
 
 
 @pytest.mark.parametrize(("declared", "verdict"), [(True, "pass"), (False, "fail")])
-def test_the_target_of_a_page_that_scales_losses_by_tokens_is_right(declared, verdict):
+def test_documented_target_with_token_scaled_losses_passes(declared, verdict):
     names = {"torch": torch, "Numerics": Numerics}
     (code,) = [page for page in _python(TARGETS) if "class ByTokensTarget" in page]
     exec(TEN + code, names)  # What a reader copies.
@@ -332,14 +332,14 @@ def test_the_target_of_a_page_that_scales_losses_by_tokens_is_right(declared, ve
     assert run_case(case, target=target).verdict == verdict
 
 
-def test_every_factor_of_losses_is_told():
+def test_every_loss_factor_is_documented():
     (rows,) = re.findall(r"^\| `scale_loss` \| factor .*?\n\n", TARGETS, flags=re.M | re.S)
     assert not [each for each in get_args(ScaleLoss) if f"`{each}`" not in rows]
     assert not [f.name for f in dataclasses.fields(LossRows) if f"`{f.name}`" not in rows]
 
 
 @pytest.mark.parametrize("target", ["SignTarget", "SteppedTarget"])
-def test_the_targets_with_a_rule_of_their_own_that_a_page_shows_are_right(target):
+def test_documented_targets_with_own_optimizer_pass(target):
     names = {}
     for code in _python(TARGETS):
         if re.search(r"class (Sign|Stepped)Target", code):
@@ -354,7 +354,7 @@ def test_the_targets_with_a_rule_of_their_own_that_a_page_shows_are_right(target
     assert not {"masters and optimizer state", "reduced gradients"} & set(result.unobserved)
 
 
-def test_helpers_of_the_optimizer_are_public_and_have_the_arguments_that_a_page_gives():
+def test_optimizer_helpers_are_public_with_documented_arguments():
     rows = re.findall(r"^\| `(\w+)\(([\w, ]+)\)", TARGETS, flags=re.MULTILINE)
     assert len(rows) == 8
     for name, arguments in rows:

@@ -88,17 +88,17 @@ class TestUnscaled:
         SMALL, optimizer=replace(SGD, clip_norm=0.01, loss_scale=LossScaleSpec())
     )  # fmt: skip
 
-    def test_the_engine_is_right(self, judged):
+    def test_documented_engine_passes(self, judged):
         assert passes(judged(self.NAME, self.CASE))
 
     @pytest.mark.parametrize("point", ["before-division", "after-division", "after-clip"])
-    def test_no_other_word_says_where_it_reports(self, judged, point):
+    def test_wrong_grads_told_is_found(self, judged, point):
         found = first(judged(self.NAME, self.CASE, numerics={"grads_told": point}))
         assert found.check == "equality.grad"
         assert "Numerics(grads_told='after-unscale')" in found.detail
 
     @pytest.mark.parametrize("wrong", [False, True])
-    def test_gradients_of_params_are_compared_in_spite_of_a_loss_scale(self, judged, wrong):
+    def test_param_gradients_are_compared_under_a_loss_scale(self, judged, wrong):
         def parts(self, own):
             return [replace(part, grad=None) for part in own()]
 
@@ -110,7 +110,7 @@ class TestUnscaled:
         result = judged(self.NAME, self.CASE, numerics=shows, parts=parts, share=share)
         assert [found.check for found in result.findings[:1]] == ["equality.grad"] * wrong
 
-    def test_a_gradient_that_is_told_scaled_is_found(self, judged):
+    def test_gradient_reported_scaled_is_found(self, judged):
         def parts(self, own):
             for part in own():
                 yield part if part.grad is None else replace(part, grad=part.grad * 1024)
@@ -123,16 +123,16 @@ class TestSkipping:
 
     NAME, CASE = "SkippingTarget", replace(SMALL, world=WorldSpec(size=3, order_known=False))
 
-    def test_the_engine_is_right(self, judged):
+    def test_documented_engine_passes(self, judged):
         assert passes(judged(self.NAME, self.CASE))
 
-    def test_a_step_that_is_not_skipped_is_found(self, judged):
+    def test_missing_skip_is_found(self, judged):
         def update(self, own):
             return WholeParamEngine.update(self)
 
         assert judged(self.NAME, self.CASE, update=update).verdict == "fail"
 
-    def test_a_finite_step_that_is_skipped_is_found(self, judged):
+    def test_skipped_finite_step_is_found(self, judged):
         result = judged(self.NAME, self.CASE, update=lambda self, own: StepResult(skipped=True))
         assert first(result).check == "equality.skipped"
 
@@ -142,10 +142,10 @@ class TestBuckets:
 
     NAME = "BucketsTarget"
 
-    def test_the_engine_is_right(self, judged):
+    def test_documented_engine_passes(self, judged):
         assert passes(judged(self.NAME, LARGE))
 
-    def test_a_bucket_that_is_larger_is_found(self, judged):
+    def test_bucket_above_bucket_elems_is_found(self, judged):
         def buckets(self, own):
             return [list(self.named.values())[:2], list(self.named.values())[2:]]
 
@@ -154,7 +154,7 @@ class TestBuckets:
         assert "got 1400 elements" in found.message
         assert "expected at most bucket_elems = 1200" in found.message
 
-    def test_a_bucket_that_is_reduced_twice_is_found(self, judged):
+    def test_bucket_reduced_twice_is_found(self, judged):
         def reduce(self, own):
             dist.all_reduce(torch.zeros(800), group=self.group)
             own()
@@ -162,7 +162,7 @@ class TestBuckets:
         said = first(judged(self.NAME, LARGE, reduce=reduce)).message
         assert "1 x all_reduce of 800 elements too many" in said
 
-    def test_buckets_that_wait_for_each_other_are_found(self, judged):
+    def test_buckets_reduced_one_by_one_are_found(self, judged):
         def reduce(self, own):
             for bucket in self.buckets():
                 self.buckets = lambda bucket=bucket: [bucket]
@@ -173,7 +173,7 @@ class TestBuckets:
         assert found.check == "invariant.overlap"
         assert "at most 1 calls in flight" in found.message
 
-    def test_a_control_message_beyond_the_most_is_found(self, judged):
+    def test_control_message_above_maximum_is_found(self, judged):
         def share(self, own):
             dist.all_reduce(torch.zeros(1), group=self.group)
 
@@ -187,11 +187,11 @@ class TestPerOwner:
 
     NAME = "PerOwnerTarget"
 
-    def test_the_engine_is_right(self, judged):
+    def test_documented_engine_passes(self, judged):
         assert passes(judged(self.NAME, SHARDED))
 
     @pytest.mark.parametrize(("hook", "kind"), [("reduce", "reduce"), ("share", "broadcast")])
-    def test_a_call_that_is_made_twice_is_found(self, judged, hook, kind):
+    def test_repeated_call_is_found(self, judged, hook, kind):
         def twice(self, own):
             getattr(dist, kind)(torch.zeros(600), 1, group=self.group)
             own()
@@ -215,14 +215,14 @@ class TestCopies:
 
     @pytest.mark.parametrize("order", ["linear", "ring"])
     @pytest.mark.parametrize("size", [4, 6])
-    def test_the_engine_is_right(self, judged, order, size):
+    def test_documented_engine_passes(self, judged, order, size):
         assert passes(judged(self.NAME, self.case(order, size)))
 
-    def test_another_dtype_is_found(self, judged):
+    def test_wrong_copies_dtype_is_found(self, judged):
         result = judged(self.NAME, self.case("linear"), numerics={"copies_dtype": None})
         assert first(result).check == "equality.grad"
 
-    def test_another_place_in_the_sum_is_found(self, judged):
+    def test_wrong_position_in_the_copies_sum_is_found(self, judged):
         def parts(self, own):
             for part in own():
                 elems, _ = part.place.copies_at
@@ -238,10 +238,10 @@ class TestUnsettled:
     CASE = replace(SHARDED, run=RunSpec(steps=4, micro_batches=2), optimizer=OptimizerSpec(lr=0.1))
 
     @pytest.mark.parametrize("world", [{}, {"timing": "hostile"}, {"order_known": False}], ids=str)
-    def test_the_engine_is_right(self, judged, world):
+    def test_documented_engine_passes(self, judged, world):
         assert passes(judged(self.NAME, replace(self.CASE, world=WorldSpec(size=3, **world))))
 
-    def test_a_forward_that_does_not_wait_is_found(self, judged, monkeypatch):
+    def test_forward_without_wait_is_found(self, judged, monkeypatch):
         monkeypatch.setattr(torch.nn.Module, "register_forward_pre_hook", lambda *_: None)
         case = replace(self.CASE, world=WorldSpec(size=3, timing="hostile"))
         assert judged(self.NAME, case).verdict == "fail"
@@ -252,10 +252,10 @@ class TestWhole:
 
     NAME, CASE = "FreeingTarget", replace(SHARDED, system=SystemSpec(stage=2))
 
-    def test_the_engine_is_right(self, judged):
+    def test_documented_engine_passes(self, judged):
         assert passes(judged(self.NAME, self.CASE))
 
-    def test_gradients_that_stay_until_the_update_are_found(self, judged):
+    def test_gradients_resident_until_update_are_found(self, judged):
         def reduce(self, own):
             while self.in_flight:
                 name, work = self.in_flight.pop()
@@ -266,7 +266,7 @@ class TestWhole:
         assert {found.check for found in result.findings} == {"invariant.memory"}
         assert "bytes of whole gradients as the gradient of" in first(result).message
 
-    def test_an_engine_that_does_not_tell_is_an_error(self, judged, monkeypatch):
+    def test_engine_without_whole_bytes_is_an_error(self, judged, monkeypatch):
         bare = PAGE.read_text().replace("def whole_bytes", "def other_bytes")
         blocks = re.findall(r"```python\n(.*?)```", bare, flags=re.DOTALL)
         monkeypatch.setitem(globals(), "BLOCKS", blocks)

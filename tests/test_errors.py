@@ -52,7 +52,7 @@ def target(folder):
     [scenario, matrix, topology, corpus, trace, target],
     ids=lambda reader: reader.__name__,
 )
-def test_what_a_file_says_is_clipped(reader, tmp_path):
+def test_long_values_of_a_file_are_clipped(reader, tmp_path):
     with pytest.raises(UsageError) as caught:
         reader(tmp_path)
     assert len(str(caught.value)) < 5_000
@@ -74,7 +74,7 @@ SECRET = "root:*:19000:0:99999:7:::"
     ],
     ids=["scenario", "topology", "trace", "old corpus", "corpus", "bundle"],
 )
-def test_no_line_of_what_a_link_leads_to_is_told(read, name, said, tmp_path):
+def test_error_shows_no_line_of_a_link_target(read, name, said, tmp_path):
     (tmp_path / "shadow").write_text(SECRET)
     (tmp_path / name).symlink_to("shadow")
     with pytest.raises(UsageError) as caught:
@@ -83,7 +83,7 @@ def test_no_line_of_what_a_link_leads_to_is_told(read, name, said, tmp_path):
     assert "19000" not in str(caught.value)
 
 
-def test_a_problem_is_the_same_in_text_and_as_a_record():
+def test_problem_has_the_same_clipped_text_everywhere():
     problem = Problem(path=LONG, message=f"got {LONG}.", suggestion=f"Try {LONG}.")
     assert str(ScenarioError("a.toml", [problem])) == f"a.toml: 1 problem\n  {problem}"
     assert max(map(len, (problem.path, problem.message, problem.suggestion))) < 400

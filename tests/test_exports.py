@@ -25,7 +25,7 @@ def test_all_is_sorted_and_short():
     assert len(zero_sim.__all__) <= 30
 
 
-def test_version():
+def test_version_is_exported():
     assert re.fullmatch(r"\d+\.\d+\.\d+", zero_sim.__version__)
 
 

@@ -33,7 +33,7 @@ def copy(tmp_path):
     return tmp_path
 
 
-def test_the_tree_keeps_its_contracts(copy):
+def test_package_keeps_the_import_contracts(copy):
     done = lint(copy)
     assert done.returncode == 0, done.stdout
 
@@ -51,7 +51,7 @@ def test_the_tree_keeps_its_contracts(copy):
         ),
     ],
 )
-def test_a_planted_import_is_caught(copy, module, line, contract):
+def test_planted_import_is_caught(copy, module, line, contract):
     with (copy / "zero_sim" / module).open("a") as source:
         source.write(f"\n{line}\n")
     done = lint(copy)

@@ -29,7 +29,7 @@ def venv(tmp_path):
 
 
 @pytest.mark.parametrize(("target", "tool"), [("run", "zero-sim"), ("test", "python")])
-def test_it_says_what_it_does_and_how_to_go_on_whatever_came(venv, target, tool):
+def test_make_prints_its_action_and_the_next_command_after_failure(venv, target, tool):
     done = make(target, f"VENV={venv}", "--assume-old", f"{venv}/.installed")
     first, called, _, last = done.stdout.splitlines()
     assert first.startswith("== ")
@@ -41,7 +41,7 @@ def test_it_says_what_it_does_and_how_to_go_on_whatever_came(venv, target, tool)
     assert done.returncode == 2
 
 
-def test_every_stage_of_setting_up_has_its_line_and_pip_is_not_quiet(tmp_path):
+def test_every_setup_stage_is_announced_and_pip_is_verbose(tmp_path):
     lines = make("--dry-run", "run", f"VENV={tmp_path}").stdout.splitlines()
     installs = [index for index, line in enumerate(lines) if " pip install " in line]
     assert len(installs) == 2

@@ -43,7 +43,7 @@ def test_python_examples_run(code, capsys, monkeypatch, tmp_path):
         assert out.replace(f"{tmp_path}/", "") == blocks(WORLDS, "text")[0]
 
 
-def test_the_race_is_told_as_shown(tmp_path):
+def test_race_message_is_as_documented(tmp_path):
     source = tmp_path / "train.py"
     source.write_text(RACE)
     with pytest.raises(DataRace) as caught:
@@ -52,7 +52,7 @@ def test_the_race_is_told_as_shown(tmp_path):
     assert told.strip() in WORLDS
 
 
-def test_the_test_fails_as_shown(pytester):
+def test_example_test_fails_as_documented(pytester):
     pytester.makepyfile(test_race=TEST)
     result = pytester.runpytest_inprocess(*LOAD, "-p", "no:cacheprovider")
     result.assert_outcomes(failed=1)
@@ -62,30 +62,30 @@ def test_the_test_fails_as_shown(pytester):
     assert result.outlines[start : start + len(lines)] == lines
 
 
-def test_the_readme_is_short():
+def test_readme_is_at_most_150_lines():
     assert len(README.splitlines()) <= 150
 
 
-def test_links_of_the_readme_lead_somewhere():
+def test_readme_links_exist():
     for path in re.findall(r"\]\((?!https?:)([^)]+)\)", README):
         assert (ROOT / path).exists(), path
 
 
-def test_divergences_are_counted_right():
+def test_divergence_counts_are_correct():
     rows = [line for line in UPSTREAM.splitlines() if line.startswith("| `")]
     silent = sum("silent" in row for row in rows)
     assert f"It found {len(rows)} divergences" in README
     assert f"{silent} of them\nsilent" in README
 
 
-def test_the_scenario_loads_and_expands(tmp_path):
+def test_documented_scenario_expands_to_six_cases(tmp_path):
     (source,) = blocks(SCENARIOS, "toml")
     path = tmp_path / "mine.toml"
     path.write_text(source)
     assert len(load_cases(path)) == 6
 
 
-def test_every_path_that_pages_name_exists():
+def test_every_path_on_the_pages_exists():
     for path in re.findall(r"`((?:zero_sim|scenarios)/[\w/.-]+)`", WORLDS + SCENARIOS + FINDING):
         assert (ROOT / path).exists(), path
 
@@ -98,7 +98,7 @@ SELECTED, BROKEN, MENDED = SHOWN
 
 
 # Slower than a quarter of a second: two of its cases are the large toy that the block shows.
-def test_selected_cases_are_told_as_shown(monkeypatch):
+def test_output_of_selected_cases_is_as_documented(monkeypatch):
     monkeypatch.chdir(ROOT)
     command, shown = SELECTED
     assert_shown(shown, run_command(command))
@@ -118,14 +118,14 @@ def averaged(monkeypatch):
     monkeypatch.setattr(right, "__code__", names["reduce_scatter_sum"].__code__)
 
 
-def test_a_broken_line_is_told_as_shown(averaged, monkeypatch, tmp_path):
+def test_output_of_a_broken_line_is_as_documented(averaged, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     command, shown = BROKEN
     output = run_command(f"{command} --bundles {tmp_path / 'bundles'}")
     assert_shown(shown, output.replace(f" --bundles {tmp_path / 'bundles'}", ""))
 
 
-def test_a_mended_line_is_told_as_shown(request, monkeypatch, tmp_path):
+def test_output_of_a_repaired_line_is_as_documented(request, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     with monkeypatch.context() as patch:
         right = collectives.reduce_scatter_sum.__code__
@@ -137,7 +137,7 @@ def test_a_mended_line_is_told_as_shown(request, monkeypatch, tmp_path):
     assert_shown(shown, run_command(f"{command.partition('#')[0]} --bundles {tmp_path}"))
 
 
-def test_a_deadlock_is_told_as_shown(tmp_path, monkeypatch):
+def test_deadlock_message_is_as_documented(tmp_path, monkeypatch):
     (shown,) = re.findall(r"```text\n(deadlock: .*?)```", WORLDS, flags=re.DOTALL)
     lines = [*[""] * 8, "def program(rank):", "    dist.barrier()"]
     lines.append("    rank == 2 or dist.all_reduce(torch.ones(1))")
@@ -157,7 +157,7 @@ def commands_named():
             yield name, [word for word in words.split() if word.startswith("-")]
 
 
-def test_every_command_and_option_that_it_names_exists():
+def test_every_documented_command_and_option_exists():
     named = list(commands_named())
     assert len(named) > 3
     for name, options in named:

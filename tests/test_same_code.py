@@ -12,7 +12,7 @@ from tests.same_code import code_of
         ('raise E("expected a file")', 'raise E("no such file")'),
     ],
 )
-def test_text_is_set_aside(before, after):
+def test_changed_text_is_ignored(before, after):
     assert code_of(before) == code_of(after)
 
 
@@ -25,5 +25,5 @@ def test_text_is_set_aside(before, after):
         ('raise E("expected a file")', 'raise Other("expected a file")'),
     ],
 )
-def test_a_change_of_code_is_found(before, after):
+def test_changed_code_is_found(before, after):
     assert code_of(before) != code_of(after)

@@ -18,12 +18,12 @@ def name_of(path):
     return str(path.relative_to(PACKAGE))
 
 
-def test_every_module_reads_in_one_sitting():
+def test_no_module_exceeds_the_line_limit():
     lines = {name_of(path): len(path.read_text().splitlines()) for path in MODULES}
     assert {name: count for name, count in lines.items() if count > MODULE_LINES_MAX} == {}
 
 
-def test_every_function_fits_on_a_screen():
+def test_no_function_exceeds_the_line_limit():
     long = {
         f"{name_of(path)}:{node.lineno} {node.name}": length
         for path in MODULES
@@ -38,12 +38,12 @@ def test_every_module_has_a_docstring():
     assert [name_of(p) for p in MODULES if not ast.get_docstring(ast.parse(p.read_text()))] == []
 
 
-def test_no_module_has_a_name_that_says_nothing():
+def test_no_module_has_a_catch_all_name():
     empty = ("utils", "util", "helpers", "common", "misc")
     assert [name_of(path) for path in MODULES if path.stem in empty] == []
 
 
-def test_every_module_writes_spans_half_open():
+def test_printed_ranges_are_half_open():
     found = {name_of(path): INCLUSIVE.findall(path.read_text()) for path in MODULES}
     assert {name: spans for name, spans in found.items() if spans} == {}
 
@@ -54,7 +54,7 @@ TESTS = [
 CLOCKS = re.compile(r"\btime\.(time|perf_counter)\(|\btimeout=\d|\bcommunicate\(timeout")
 
 
-def test_no_test_depends_on_how_busy_the_machine_is():
+def test_no_test_reads_the_wall_clock():
     """What hangs, pytest's own limit ends; what computing costs, the processor's time tells."""
     found = {
         f"{path.name}:{number}": line.strip()
@@ -108,7 +108,7 @@ def find_unpickling(source):
             yield from ([node.attr] if "torch.distributed.checkpoint" in source else [])
 
 
-def test_no_file_is_unpickled():
+def test_no_module_unpickles_files():
     found = {name_of(path): set(find_unpickling(path.read_text())) for path in MODULES}
     beyond = {name: used - MAY_PICKLE.get(name, set()) for name, used in found.items()}
     assert {name: used for name, used in beyond.items() if used} == {}

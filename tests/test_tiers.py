@@ -22,13 +22,13 @@ class Item:
         self.marks.append(mark.name)
 
 
-def test_what_was_measured_slow_is_marked_unless_it_is_kept():
+def test_slow_tests_are_marked_unless_kept_fast():
     items = [Item(SLOW), Item(KEPT), Item("tests/test_x.py::test_new")]
     tiers.pytest_collection_modifyitems(items)
     assert [item.marks for item in items] == [["slow"], [], []]
 
 
-def test_every_pattern_of_what_is_kept_is_of_a_test():
+def test_every_kept_fast_pattern_matches_a_test_file():
     paths = [pattern.split("::")[0] for pattern in tiers.KEPT_FAST]
     assert all(any(tiers.ROOT.glob(path)) for path in paths)
 
@@ -49,25 +49,25 @@ def measured(tmp_path, monkeypatch):
     return check
 
 
-def test_a_test_that_became_slow_is_reported(measured, capsys):
+def test_newly_slow_test_is_reported(measured, capsys):
     assert measured({"t::new": 0.7, SLOW: 9.0}, second={"t::new": 0.6}) == 1
     assert "t::new took 0.60 s of processor time" in capsys.readouterr().out
 
 
-def test_one_that_paid_for_an_import_is_not(measured):
+def test_test_slowed_by_an_import_is_not_reported(measured):
     assert measured({"t::new": 0.7}, second={"t::new": 0.1}) == 0
 
 
-def test_a_slower_machine_takes_longer(measured):
+def test_limit_scales_with_machine_speed(measured):
     assert measured({"t::new": 0.7}, second={"t::new": 0.7}, factor=2.0) == 0
 
 
-def test_a_fast_tier_that_takes_too_long_is_reported(measured, capsys):
+def test_fast_tier_above_its_limit_is_reported(measured, capsys):
     assert measured({f"t::test_{number}": 0.2 for number in range(3000)}) == 1
     assert "the fast tier took 600 s" in capsys.readouterr().out
 
 
-def test_seconds_come_from_set_up_to_teardown():
+def test_seconds_span_setup_to_teardown():
     recorder = tiers.DurationRecorder(None)
     for when, seconds in (("setup", 0.1), ("call", 0.3), ("teardown", 0.4)):
         report = SimpleNamespace(nodeid="t::one", when=when, processor_seconds=seconds)

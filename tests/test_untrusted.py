@@ -19,7 +19,7 @@ from zero_sim.untrusted import (
 
 
 @pytest.mark.parametrize("text", ["", "a b", "naïve ☃ 🙂", "a\\nb"])
-def test_what_can_be_seen_stays(text):
+def test_printable_text_is_unchanged(text):
     assert printable(text) == text
 
 
@@ -38,11 +38,11 @@ def test_what_can_be_seen_stays(text):
         ("\udcff", r"\udcff"),
     ],
 )
-def test_what_cannot_be_seen_is_spelled_out(text, shown):
+def test_unprintable_characters_are_escaped(text, shown):
     assert printable(text) == shown
 
 
-def test_lines_stay_where_there_may_be_some():
+def test_line_breaks_stay_if_allowed():
     assert printable("a\n\tb\r\x1b", lines=True) == "a\n\tb\\r\\x1b"
 
 
@@ -53,7 +53,7 @@ def test_only_regular_files_are_read(tmp_path, kind):
         read_regular(tmp_path / "x", bytes_max=10)
 
 
-def test_a_link_is_followed_or_not(tmp_path):
+def test_links_are_followed_unless_follow_is_false(tmp_path):
     (tmp_path / "x").write_bytes(b"12")
     (tmp_path / "y").symlink_to("x")
     assert read_regular(tmp_path / "y", bytes_max=2) == b"12"
@@ -61,19 +61,19 @@ def test_a_link_is_followed_or_not(tmp_path):
         read_regular(tmp_path / "y", bytes_max=2, follow=False)
 
 
-def test_a_file_is_read_up_to_its_limit(tmp_path):
+def test_file_above_its_limit_is_refused(tmp_path):
     (tmp_path / "x").write_bytes(b"123")
     with pytest.raises(Unreadable, match="more than 2 bytes"):
         read_regular(tmp_path / "x", bytes_max=2)
 
 
-def test_a_path_that_can_be_none():
+def test_path_with_null_byte_is_unreadable():
     with pytest.raises(Unreadable):
         read_regular(Path("a\0b"), bytes_max=2)
 
 
 @pytest.mark.parametrize(("levels", "too_deep"), [(0, False), (31, False), (32, False), (33, True)])
-def test_how_deep_is_too_deep(levels, too_deep):
+def test_nesting_above_32_levels_is_too_deep(levels, too_deep):
     value: object = 1
     for _ in range(levels):
         value = [{"x": 1}, value, 2]
@@ -83,11 +83,11 @@ def test_how_deep_is_too_deep(levels, too_deep):
 @pytest.mark.parametrize(
     "text", ["", "a b", "n" * WORD_CHARS_MAX, " ".join("n" * 300) * 4, "a b\n" * 10_000]
 )
-def test_a_message_of_short_words_and_lines_stays(text):
+def test_message_of_short_words_and_lines_is_unchanged(text):
     assert clipped(text) == text
 
 
-def test_a_long_word_keeps_its_ends():
+def test_clipped_word_keeps_both_ends():
     text = clipped(f"expected a, got 'b{'n' * 100_000}c'. Try d.")
     assert text.startswith("expected a, got 'bnnn")
     assert "n[... 99,705 characters ...]n" in text
@@ -95,7 +95,7 @@ def test_a_long_word_keeps_its_ends():
     assert len(text) < WORD_CHARS_MAX + 100
 
 
-def test_a_long_line_keeps_its_ends():
+def test_clipped_line_keeps_both_ends():
     text = clipped(f"one\nexpected a, got 'b{' n' * 100_000} c'. Try d.")
     assert text.startswith("one\nexpected a, got 'b n n")
     assert text.endswith(" n c'. Try d.")

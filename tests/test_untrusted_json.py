@@ -32,7 +32,7 @@ def read(text):
     return build_record(Tree, parse(text.encode(), where="f"), where="f")
 
 
-def test_what_is_right_comes_back():
+def test_valid_json_becomes_records():
     tree = read('{"leaves": [{"sizes": [1, -9223372036854775808]}], "rest": {"a": [0.1]}}')
     assert tree == Tree(leaves=(Leaf(sizes=(1, -(2**63))),), rest={"a": [0.1]})
 
@@ -60,20 +60,20 @@ def test_what_is_right_comes_back():
         ('{"leaves": [], "\\u001b": 1}', "f.\\x1b: expected no field of this name"),
     ],
 )  # fmt: skip
-def test_what_is_not_names_its_place(text, said):
+def test_invalid_json_error_names_its_place(text, said):
     with pytest.raises(InvalidField) as caught:
         read(text)
     assert said in str(caught.value)
     assert str(caught.value).isprintable()
 
 
-def test_a_long_value_is_cut():
+def test_long_value_is_clipped_in_the_error():
     with pytest.raises(InvalidField) as caught:
         read(json.dumps({"leaves": "x" * 100_000}))
     assert len(str(caught.value)) < 200
 
 
-def test_errors_are_not_collected():
+def test_only_the_first_error_is_reported():
     """A million of them would take minutes and gigabytes."""
     started = time.process_time()
     with pytest.raises(InvalidField, match=r"sizes\[0\]"):
@@ -81,5 +81,5 @@ def test_errors_are_not_collected():
     assert time.process_time() - started < 2
 
 
-def test_texts_of_errors_may_hold_anything():
+def test_error_text_may_contain_braces():
     assert str(unfit("{braces}")) == "{braces}"

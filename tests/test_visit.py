@@ -46,7 +46,7 @@ def whole(standin, tmp_path_factory):
     return done, json.loads(path.read_text())
 
 
-def test_it_runs_to_its_end(whole):
+def test_visit_passes_every_step(whole):
     done, report = whole
     assert done.exit_code == 0, done.output
     assert [(step["name"], step["ok"]) for step in report["steps"]] == [
@@ -55,7 +55,7 @@ def test_it_runs_to_its_end(whole):
     assert "ok  own order" in done.output
 
 
-def test_its_report_has_all_that_is_to_be_sent_home(whole):
+def test_report_holds_machine_steps_and_probes(whole):
     report = whole[1]
     assert report["machine"]["ranks"] == 3
     told = {step["name"]: step for step in report["steps"]}
@@ -70,7 +70,7 @@ def ungathered(monkeypatch):
         yield patch
 
 
-def test_of_a_case_that_fails_a_bundle_is_kept(standin, tmp_path, ungathered):
+def test_failing_case_leaves_a_bundle(standin, tmp_path, ungathered):
     done = run(tmp_path / "report.json", "--step", "simulated")
     assert done.exit_code == 1
     (step,) = json.loads((tmp_path / "report.json").read_text())["steps"]
@@ -87,9 +87,7 @@ def test_of_a_case_that_fails_a_bundle_is_kept(standin, tmp_path, ungathered):
     assert replay_bundle(bundle).outcome == "fixed"
 
 
-def test_a_step_that_raises_says_how_to_take_it_again_and_the_next_one_is_taken(
-    standin, tmp_path, monkeypatch
-):
+def test_raising_step_prints_its_retry_command_and_the_next_runs(standin, tmp_path, monkeypatch):
     def raises(*args, backend, **kwargs):
         raise RuntimeError(f"no such device for {backend}")
 
@@ -105,19 +103,19 @@ def test_a_step_that_raises_says_how_to_take_it_again_and_the_next_one_is_taken(
     assert (second["name"], second["ok"]) == ("folded", False)
 
 
-def test_there_is_no_other_step(standin, tmp_path):
+def test_unknown_step_is_refused(standin, tmp_path):
     done = run(tmp_path / "report.json", "--step", "kernel")
     assert done.exit_code == 2
     assert f"expected --step to be one of {', '.join(STEPS)}; got kernel" in done.output
 
 
-def test_its_report_is_no_json_of_the_command(tmp_path):
+def test_json_option_is_refused_for_a_visit(tmp_path):
     done = run(tmp_path / "report.json", "--json")
     assert done.exit_code == 2
     assert "Try --gpu-report" in done.output
 
 
-def test_without_a_gpu_it_says_what_is_missing(tmp_path, monkeypatch):
+def test_visit_without_gpu_reports_the_missing_part(tmp_path, monkeypatch):
     monkeypatch.setattr(transports, "_MAKERS", dict(transports._MAKERS, nccl=_of_torch))
     monkeypatch.setattr(transports, "_MADE", {})
     done = run(tmp_path / "report.json")

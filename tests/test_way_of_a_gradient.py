@@ -49,15 +49,15 @@ def way():
     return modules
 
 
-def test_it_begins_in_the_hook_and_ends_in_the_sum(way):
+def test_gradient_path_spans_the_hook_and_the_sum(way):
     assert {"zero_sim.zero.data_parallel", "zero_sim.zero.unit"} < way
     assert {f"{SIM}.comm.collectives", f"{SIM}.order"} < way
 
 
-def test_a_gradient_passes_at_most_21_modules_of_the_simulated_world(way):
+def test_gradient_passes_at_most_21_modules_of_the_simulator(way):
     assert len({name for name in way if name.startswith(SIM)}) <= 21
 
 
-def test_nothing_of_faults_or_races_is_passed_where_none_are_asked_for(way):
+def test_gradient_avoids_fault_and_race_modules_by_default(way):
     detours = ("faults", "comm.planned_faults", "inflight.races", "inflight.snapshots")
     assert way.isdisjoint(f"{SIM}.{name}" for name in detours)

@@ -42,7 +42,7 @@ def found_in_modules(find):
     return {name: those for name, those in found.items() if those}
 
 
-def test_every_module_begins_with_the_noun_that_lives_there():
+def test_every_module_docstring_begins_with_a_noun():
     def headless(source):
         first = (ast.get_docstring(ast.parse(source)) or "(no docstring)").split()[0]
         return [first] if first in HEADLESS or first == "(no" else []
@@ -50,12 +50,12 @@ def test_every_module_begins_with_the_noun_that_lives_there():
     assert found_in_modules(headless) == {}
 
 
-def test_every_line_of_args_says_more_than_the_name():
+def test_no_args_line_only_repeats_the_name():
     empty = r"(?m)^\s+\w+: (?:(?:It|Those|That)|The (?:call|case|group|path|rank|scenario|step))\.$"
     assert found_in_modules(lambda source: re.findall(empty, source)) == {}
 
 
-def test_no_identifier_is_a_retired_word():
+def test_no_identifier_uses_a_retired_word():
     found = {}
     for path in MODULES:
         tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
@@ -72,12 +72,12 @@ def test_the_glossary_is_short_and_defines_each_term_once():
     assert len(set(terms)) == len(terms)
 
 
-def test_what_an_experts_param_is_called_is_known_in_one_place():
+def test_only_one_module_recognises_expert_params():
     knowing = [name_of(path) for path in MODULES if re.search(r'"experts" in', path.read_text())]
     assert knowing == ["zero_sim/scenario/kinds.py"]
 
 
-def test_errors_have_one_dialect():
+def test_no_error_uses_but_got():
     def but_got(source):
         raised = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise))
         texts = (

@@ -38,7 +38,7 @@ LONGEST_RETRIED_SECONDS = 10.0
 SLOW_TESTS = Path(__file__).with_name("slow_tests.json")
 ROOT = Path(__file__).resolve().parents[1]
 
-_LEDGER = "test_the_ledgers_of_shipped_scenarios_are_the_closed_forms"
+_LEDGER = "test_ledgers_of_shipped_scenarios_match_closed_forms"
 KEPT_FAST = {
     "tests/test_budgets.py::*": "a refactoring is to see its figures at once",
     "tests/test_tidy.py::*": "rules of the house, over all modules",

@@ -16,7 +16,7 @@ hunted = find_mutants(core=not is_nightly())
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("one", hunted, ids=[one.id for one in hunted])
-def test_a_mutant_dies_and_shrinks_to_its_known_minimum(pool, one):
+def test_mutant_is_killed_and_shrinks_to_recorded_minimum(pool, one):
     cases_max = CORE_CASES_MAX if one.core else CASES_MAX
     shrunk = []
     # What a case shrinks to depends on where it begins: one of so many must come to the minimum.
@@ -34,7 +34,7 @@ def test_a_mutant_dies_and_shrinks_to_its_known_minimum(pool, one):
     assert least.size <= least.minimum, f"{one.id} shrank to\n{least.smallest}"
 
 
-def test_the_unbroken_system_survives_the_same_campaign(pool):
+def test_unmodified_system_passes_the_same_campaign(pool):
     trial = check_unbroken(pool=pool, budget=Budget(cases_max=100))
     assert not trial.killed, trial.check
     assert trial.cases == 100

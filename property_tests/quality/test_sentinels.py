@@ -27,7 +27,7 @@ SENTINELS = {
 """Of each class one that few cases find."""
 
 
-def test_every_class_has_one():
+def test_every_mutant_class_has_a_sentinel():
     assert tuple(SENTINELS) == CLASSES
     assert {one.id: one.kind for one in find_mutants([*SENTINELS.values()])} == {
         id: kind for kind, id in SENTINELS.items()
@@ -35,7 +35,7 @@ def test_every_class_has_one():
 
 
 @pytest.mark.parametrize("id", SENTINELS.values())
-def test_it_dies(pool, id):
+def test_sentinel_is_killed(pool, id):
     (one,) = find_mutants([id])
     trial = hunt(one, pool=pool, budget=Budget(cases_max=CASES_MAX, shrinks=False, seed=0))
     assert not trial.error, trial.error

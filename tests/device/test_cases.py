@@ -32,7 +32,7 @@ BATCH = 25
         ("torch-fsdp2", 1),
     ],
 )
-def test_drawn_cases_pass(target, batch):
+def test_drawn_cases_pass_on_device(target, batch):
     """500 of them, always the same ones."""
     drawn = draws(drawn_cases(find_target(target)), seed=f"device {target} {batch}")
     with WorldPool() as pool:
@@ -43,7 +43,7 @@ def test_drawn_cases_pass(target, batch):
 
 
 @pytest.mark.parametrize("address", [64, 256, 508])
-def test_a_param_moves_to_an_address_modulo_512(address):
+def test_param_moves_to_address_modulo_512(address):
     param = nn.Parameter(torch.arange(15.0, device=NAME).reshape(3, 5))
     wanted = MemoryLayout(address, (5, 1))
     move_params({"w": param}, {"w": wanted})
@@ -56,18 +56,18 @@ def workload_of(name, **model):
     return on_device(build_workload(Scenario(schema=1, name="case", model=spec)), NAME)
 
 
-def test_params_that_are_one_stay_one():
+def test_tied_params_stay_tied_on_device():
     module = workload_of("unusual").build()
     assert module.head.weight is module.embedding
     assert {param.device.type for param in module.parameters()} == {NAME}
 
 
-def test_params_keep_the_dtype_of_their_gradients():
+def test_params_keep_their_grad_dtype():
     module = workload_of("fp8", dtype="bf16").build()
     assert {param.grad_dtype for param in module.parameters()} == {torch.bfloat16}
 
 
-def test_held_out_data_is_classified_on_the_device():
+def test_accuracy_on_device_equals_cpu():
     pytest.importorskip("sklearn")
     scenario = Scenario(schema=1, name="case", model=ModelSpec(name="digits", hidden=16))
     workload = build_workload(scenario)
@@ -77,7 +77,7 @@ def test_held_out_data_is_classified_on_the_device():
     assert accuracy == workload.accuracy(module.to("cpu"))
 
 
-def test_ranks_draw_from_a_state_of_their_own_on_the_device():
+def test_each_rank_has_its_own_device_rng_state():
     """Whoever else draws in between."""
 
     def program(rank):
@@ -94,7 +94,7 @@ def test_ranks_draw_from_a_state_of_their_own_on_the_device():
     assert first != second
 
 
-def test_settings_that_decide_bits_hold_in_ranks_and_end_with_the_case():
+def test_determinism_settings_apply_in_ranks_and_are_restored():
     def settings():
         matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
         return (
@@ -113,7 +113,7 @@ def test_settings_that_decide_bits_hold_in_ranks_and_end_with_the_case():
     assert note.startswith("computed on standin (stand-in device): deterministic algorithms")
 
 
-def test_a_device_with_an_index_is_every_ranks_own():
+def test_indexed_device_is_used_by_every_rank():
     scenario = Scenario(
         schema=1,
         name="case",

@@ -95,7 +95,7 @@ FSDP2 = SystemSpec(target="torch-fsdp2", stage=1)
 
 
 class TestCertainDefects:
-    def test_1_a_norm_on_the_cpu(self, mistaken):
+    def test_1_norm_on_cpu_is_found(self, mistaken):
         right = oracle.measure
 
         def on_cpu(flat):
@@ -104,7 +104,7 @@ class TestCertainDefects:
 
         assert MIXED in mistaken(oracle, "measure", on_cpu)
 
-    def test_1_a_scale_on_the_cpu(self, mistaken):
+    def test_1_fp8_scale_on_cpu_is_found(self, mistaken):
         right = quantization.scale_for
 
         def on_cpu(*args, **named):
@@ -114,11 +114,11 @@ class TestCertainDefects:
         assert MIXED in mistaken(oracle, "scale_for", on_cpu, model=model, reload=reload)
 
     @pytest.mark.parametrize("divide", ["pre", "post"])
-    def test_2_the_reference_divides_by_a_number(self, mistaken, divide):
+    def test_2_reference_division_by_number_is_found(self, mistaken, divide):
         system = SystemSpec(divide=divide)
         assert "equality." in mistaken(reference_division, "quotient", torch.div, system=system)
 
-    def test_2_the_judge_divides_by_a_number(self, mistaken):
+    def test_2_judge_division_by_number_is_found(self, mistaken):
         # In fp32 seven times a number of bf16 is exact, and a seventh of it; its product with 1 / 7
         # is not.
         found = mistaken(
@@ -134,20 +134,20 @@ class TestCertainDefects:
         )
         assert "invariant.one-device" in found
 
-    def test_2_the_simulated_world_averages_by_a_number(self, mistaken):
+    def test_2_simulated_average_by_number_is_found(self, mistaken):
         assert "equality.grad" in mistaken(collectives, "_quotient", torch.div, system=FSDP2)
 
     @pytest.mark.parametrize(("name", "module"), [("bit-hash", exact), ("ternary", ternary)])
-    def test_3_a_workload_counts_on_the_cpu(self, mistaken, name, module):
+    def test_3_workload_index_on_cpu_is_found(self, mistaken, name, module):
         shapes = ((5, 3), (4,)) if name == "bit-hash" else None
         model = ModelSpec(name=name, hidden=6, shapes=shapes)
         assert MIXED in mistaken(module, "torch", ForgetsDevices(), model=model)
 
-    def test_4_an_order_counts_on_the_cpu(self, mistaken):
+    def test_4_order_index_on_cpu_is_found(self, mistaken):
         world = WorldSpec(size=3, order="nccl-sym")
         assert MIXED in mistaken(order_backends, "torch", ForgetsDevices(), world=world)
 
-    def test_5_the_module_is_copied_after_a_case(self, mistaken):
+    def test_5_module_copy_after_case_is_found(self, mistaken):
         def accuracy(self, module):
             return self._inner.accuracy(copy.deepcopy(module).cpu())
 
@@ -155,7 +155,7 @@ class TestCertainDefects:
         found = mistaken(placed._Placed, "accuracy", accuracy, system=system)
         assert "cannot pickle" in found
 
-    def test_6_the_mesh_is_of_cpu_ranks(self, mistaken):
+    def test_6_cpu_device_mesh_is_found(self, mistaken):
         right = DeviceMesh.from_group
 
         def of_cpu(group, device):
@@ -164,8 +164,8 @@ class TestCertainDefects:
         mistaken(DeviceMesh, "from_group", of_cpu, system=FSDP2)
 
 
-class TestFoundSince:
-    def test_the_reference_steps_by_the_loop_where_the_system_does_by_lists(self, mistaken):
+class TestLaterDefects:
+    def test_reference_loop_against_foreach_system_is_found(self, mistaken):
         right = stepping.build_optimizer
 
         def by_the_loop(spec, *, masters, own):
@@ -182,7 +182,7 @@ class TestFoundSince:
             model=ModelSpec(name="mlp", hidden=24),
         )
 
-    def test_step_counts_must_be_on_the_device(self, mistaken):
+    def test_requiring_device_step_counts_is_found(self, mistaken):
         right = answers._check_plain
 
         def strict(value, **named):
@@ -192,12 +192,12 @@ class TestFoundSince:
 
         assert "on the CPU" in mistaken(answers, "_check_plain", strict, optimizer=ADAM)
 
-    def test_no_rank_waits_for_the_stream_of_another(self, mistaken):
+    def test_missing_stream_wait_between_ranks_is_found(self, mistaken):
         modules = late, timing, work, cluster
         mistaken(modules, "finish_streams", lambda tensors: None, system=FSDP2)
 
     @pytest.mark.parametrize("module", [program, replay])
-    def test_seeds_do_not_reach_the_device(self, mistaken, monkeypatch, module):
+    def test_missing_device_seed_is_found(self, mistaken, monkeypatch, module):
         build = MlpWorkload.build
         monkeypatch.setattr(
             MlpWorkload, "build", lambda self: nn.Sequential(build(self), nn.Dropout(0.5))

@@ -17,7 +17,7 @@ def fuzz(folder, *options):
     )
 
 
-def test_drawn_cases_compute_on_it(tmp_path):
+def test_campaign_runs_on_device(tmp_path):
     done = fuzz(tmp_path, "--cases", "10")
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
@@ -38,7 +38,7 @@ def found(tmp_path, broken):
     return tmp_path, json.loads(done.stdout)["findings"][0]
 
 
-def test_a_finding_is_shrunk_kept_and_repeated_there(found):
+def test_finding_is_shrunk_and_replayed_on_device(found):
     folder, finding = found
     bundle = read_bundle(folder / "bundles" / finding["bundle"])
     assert bundle.ran.device == NAME
@@ -48,7 +48,7 @@ def test_a_finding_is_shrunk_kept_and_repeated_there(found):
     assert any(note.startswith(f"computed on {NAME} ") for note in replayed.result.notes)
 
 
-def test_what_is_found_is_judged_again_there_and_told_with_its_device(found):
+def test_earlier_finding_is_retried_and_printed_with_device(found):
     folder, finding = found
     done = CliRunner().invoke(
         main, ["fuzz", "--device", NAME, "--corpus", str(folder), "--cases", "10"]
@@ -59,7 +59,7 @@ def test_what_is_found_is_judged_again_there_and_told_with_its_device(found):
     assert replay in done.output.replace("\n", "")
 
 
-def test_a_case_of_a_file_that_fails_leaves_a_bundle(tmp_path, broken, monkeypatch):
+def test_failing_scenario_file_leaves_a_bundle(tmp_path, broken, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tmp_path.joinpath("case.toml").write_text('schema = 1\n[model]\nname = "mlp"\n')
     done = CliRunner().invoke(main, ["run", "case.toml", "--device", NAME])

@@ -34,35 +34,35 @@ def on_device(*values, dtype=torch.float32):
         lambda x, y: nn.functional.linear(x, y.reshape(1, -1)),
     ],
 )
-def test_devices_do_not_mix(mixing, place):
+def test_mixed_devices_are_refused(mixing, place):
     with pytest.raises(RuntimeError, match=MIXED):
         mixing(on_device(1, 2), torch.tensor([1.0, 2.0], device=place))
 
 
-def test_a_scalar_of_the_cpu_is_taken_in_pointwise_operations():
+def test_cpu_scalar_is_accepted_in_pointwise_ops():
     assert (on_device(1, 2) * torch.tensor(3.0)).tolist() == [3, 6]
 
 
-def test_a_scalar_of_the_cpu_is_not_taken_elsewhere():
+def test_cpu_scalar_is_refused_in_other_ops():
     scalar = on_device(1).squeeze()
     for function in (lambda x: torch.stack([scalar, x]), lambda x: torch.equal(scalar, x)):
         with pytest.raises(RuntimeError, match=MIXED):
             function(torch.tensor(3.0))
 
 
-def test_indices_within_brackets_may_be_the_cpus():
+def test_cpu_indices_are_accepted_in_brackets():
     x = on_device(1, 2, 3)
     x[torch.tensor([0])] = 5
     assert x[torch.tensor([2, 0])].tolist() == [3, 5]
 
 
 @pytest.mark.parametrize("name", ["gather", "index_select"])
-def test_other_indices_may_not(name):
+def test_cpu_indices_are_refused_elsewhere(name):
     with pytest.raises(RuntimeError, match=MIXED):
         getattr(on_device(1, 2, 3), name)(0, torch.tensor([0]))
 
 
-def test_a_division_by_a_number_is_a_product_with_its_reciprocal():
+def test_division_by_number_multiplies_by_reciprocal():
     x = torch.arange(1, 1000, dtype=torch.float32)
     reciprocal = torch.tensor(1 / 3, dtype=torch.float32)
     assert not torch.equal(x * reciprocal, x / 3)
@@ -71,20 +71,20 @@ def test_a_division_by_a_number_is_a_product_with_its_reciprocal():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_16_bits_the_product_is_rounded_once(dtype):
+def test_16_bit_division_by_number_rounds_once(dtype):
     x = torch.arange(1, 200).to(dtype)
     wanted = (x.float() * torch.tensor(1 / 3, dtype=torch.float32)).to(dtype)
     assert torch.equal((x.to(ONE) / 3).cpu(), wanted)
 
 
-def test_a_division_by_a_tensor_of_the_device_is_true():
+def test_division_by_device_tensor_is_exact_division():
     x = torch.arange(1, 1000, dtype=torch.float32)
     assert torch.equal((x.to(ONE) / on_device(3)).cpu(), x / 3)
     (listed,) = torch._foreach_div([x.to(ONE)], 3)
     assert torch.equal(listed.cpu(), x / 3)
 
 
-def test_addresses_are_aligned_and_no_addresses_of_the_process():
+def test_addresses_are_aligned_and_unreadable_by_the_process():
     addresses = [torch.empty(3, device=ONE).data_ptr() for _ in range(5)]
     assert all(address % ADDRESS_BYTES == 0 and address >> 62 for address in addresses)
     code = f"import ctypes; ctypes.string_at({addresses[0]}, 1)"
@@ -92,11 +92,11 @@ def test_addresses_are_aligned_and_no_addresses_of_the_process():
     assert done.returncode < 0
 
 
-def test_fresh_memory_is_of_no_use():
+def test_fresh_memory_holds_nan():
     assert torch.empty(3, device=ONE).isnan().all()
 
 
-def test_it_has_random_numbers_of_its_own():
+def test_device_rng_is_independent_of_cpu():
     torch.manual_seed(3)
     of_device, of_cpu = torch.rand(4, device=ONE), torch.rand(4)
     assert not torch.equal(of_device.cpu(), of_cpu)
@@ -110,7 +110,7 @@ def test_it_has_random_numbers_of_its_own():
 
 
 class TestStreams:
-    def test_what_one_writes_the_other_sees_after_a_wait(self):
+    def test_side_stream_write_is_visible_after_wait(self):
         x, side = torch.zeros(2, device=ONE), torch.standin.Stream()
         with torch.standin.stream(side):
             x.add_(1)
@@ -118,7 +118,7 @@ class TestStreams:
         torch.standin.current_stream().wait_stream(side)
         assert x.tolist() == [1, 1]
 
-    def test_an_event_orders_what_was_issued_before_it(self):
+    def test_event_orders_earlier_operations_only(self):
         x, side, event = torch.zeros(1, device=ONE), torch.standin.Stream(), torch.Event(NAME)
         with torch.standin.stream(side):
             x.add_(1)
@@ -129,39 +129,39 @@ class TestStreams:
         side.synchronize()
         assert x.item() == 2
 
-    def test_pinned_memory_fills_when_the_device_is_synchronised(self):
+    def test_pinned_copy_lands_at_synchronize(self):
         there = torch.zeros(2).pin_memory()
         there.copy_(on_device(1, 2), non_blocking=True)
         assert there.tolist() == [0, 0]
         torch.standin.synchronize()
         assert there.tolist() == [1, 2]
 
-    def test_other_memory_fills_at_once(self):
+    def test_pageable_copy_lands_at_once(self):
         there = torch.zeros(2)
         there.copy_(on_device(1, 2), non_blocking=True)
         assert there.tolist() == [1, 2]
 
-    def test_what_is_copied_has_its_value_of_the_time_of_issue(self):
+    def test_copy_takes_the_value_at_issue(self):
         x, there = on_device(1), torch.zeros(1).pin_memory()
         there.copy_(x, non_blocking=True)
         x.add_(1)
         torch.standin.synchronize()
         assert there.item() == 1
 
-    def test_pinned_memory_is_read_late(self):
+    def test_pinned_source_is_read_late(self):
         x, here = torch.zeros(1, device=ONE), torch.ones(1).pin_memory()
         x.copy_(here, non_blocking=True)
         here.fill_(5)
         assert x.item() == 5
 
-    def test_who_asks_hears_no_once(self):
+    def test_first_event_query_returns_false(self):
         there = torch.zeros(1).pin_memory()
         there.copy_(on_device(1), non_blocking=True)
         event = torch.standin.current_stream().record_event()
         assert [event.query(), event.query(), there.item()] == [False, True, 1]
 
 
-def test_it_trains():
+def test_training_equals_cpu_training():
     """Kernels, autograd and an optimizer, on whole numbers, which no kernel rounds."""
 
     def trained(device):
@@ -181,7 +181,7 @@ def test_it_trains():
     assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
-def test_it_is_built_once():
+def test_existing_build_is_reused():
     before = library_path().stat().st_mtime_ns
     assert build() == library_path()
     assert library_path().stat().st_mtime_ns == before

@@ -30,18 +30,18 @@ def visit(tmp_path_factory):
     return json.loads(path.read_text())
 
 
-def test_every_step_is_taken_and_passes(visit):
+def test_every_visit_step_passes(visit):
     assert [step["ok"] for step in visit["steps"]] == [True] * 4
     assert all(step["failures"] == [] for step in visit["steps"])
 
 
-def test_ranks_computed_on_it_and_their_ring_was_found(visit):
+def test_visit_runs_on_three_ranks_and_finds_their_ring(visit):
     told = {step["name"]: step for step in visit["steps"]}
     assert "probe: ranks [0, 1, 2] add as ring 0 2 1" in told["own order"]["told"]
     assert visit["machine"]["ranks"] == 3
 
 
-def test_a_case_that_fails_is_repeated_on_it(tmp_path, monkeypatch):
+def test_failing_case_is_replayed_on_device(tmp_path, monkeypatch):
     path = tmp_path / "report.json"
     with monkeypatch.context() as patch:
         patch.setattr(unit, "all_gather", lambda *args, **kwargs: None)

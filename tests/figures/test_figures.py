@@ -36,7 +36,7 @@ def id_of(figure):
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=id_of)
-def test_a_command_prints_it(figure, monkeypatch):
+def test_command_prints_the_figure(figure, monkeypatch):
     monkeypatch.chdir(ROOT)
     shows = unmarked(figure["shows"])
     # Match whole numbers, because 0.0275 contains 0.02.
@@ -45,18 +45,18 @@ def test_a_command_prints_it(figure, monkeypatch):
 
 
 @pytest.mark.parametrize("path", sorted({figure["test"] for figure in FIGURES}))
-def test_its_test_exists(path):
+def test_figure_names_an_existing_test(path):
     file, _, name = path.partition("::")
     tree = ast.parse((ROOT / file).read_text())
     assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
-def test_no_figure_stands_twice():
+def test_figure_names_are_unique():
     names = [figure["figure"] for figure in FIGURES]
     assert sorted(set(names)) == sorted(names)
 
 
-def test_the_slips_are_known():
+def test_corrected_figures_are_listed():
     """SLIPS lists all figures whose document has a wrong value."""
     slips = {figure["figure"] for figure in FIGURES if figure["document"] != figure["value"]}
     assert slips == SLIPS

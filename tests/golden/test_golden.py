@@ -23,11 +23,11 @@ def here():
 
 
 @pytest.mark.parametrize("case", GOLDEN)
-def test_digests_are_the_committed_ones(here, case):
+def test_digests_match_committed_values(here, case):
     assert here[case] == GOLDEN[case]
 
 
-def test_no_case_is_left_out(here):
+def test_every_case_has_a_committed_digest(here):
     assert here.keys() == GOLDEN.keys()
 
 

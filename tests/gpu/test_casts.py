@@ -32,13 +32,13 @@ def around_the_middles():
         *((source, dtype) for source in (torch.float32, *SIXTEEN_BITS) for dtype in FP8),
     ],
 )
-def test_to_fewer_bits(device, source, dtype):
+def test_narrowing_cast_matches_cpu(device, source, dtype):
     values = around_the_middles() if source == torch.float32 else every_value(source)
     assert torch.equal(bits(values.to(device).to(dtype).cpu()), bits(values.to(dtype)))
 
 
 @pytest.mark.parametrize("dtype", FP8)
-def test_fp8_to_fp32(device, dtype):
+def test_fp8_to_fp32_matches_cpu(device, dtype):
     values = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype)
     assert torch.equal(
         values.to(device).float().cpu().nan_to_num(nan=-1e30), values.float().nan_to_num(nan=-1e30)

@@ -11,7 +11,7 @@ from zero_sim.scenario.spec import ModelSpec, ReloadSpec, RunSpec, Scenario, Sys
 
 @pytest.mark.parametrize("form", ["sharded", "consolidated"])
 @pytest.mark.parametrize("name", ["mlp", "fp8"])
-def test_every_form_goes_on_in_another_world(device, form, name):
+def test_every_checkpoint_form_reloads_into_another_world(device, form, name):
     scenario = Scenario(
         schema=1,
         name="case",
@@ -25,7 +25,7 @@ def test_every_form_goes_on_in_another_world(device, form, name):
     assert (result.verdict, result.findings, result.error) == ("pass", (), "")
 
 
-def test_what_torch_saves_from_pinned_memory_comes_back(device, tmp_path):
+def test_torch_checkpoint_from_pinned_memory_reloads(device, tmp_path):
     generator = torch.Generator().manual_seed(0)
     state = {f"w{i}": torch.randn(1000, generator=generator).to(device) for i in range(3)}
     staged = {name: torch.empty(1000, pin_memory=True) for name in state}

@@ -28,7 +28,7 @@ def on_real_ranks(backend, device, *, size, environment=None):
 
 
 @pytest.mark.parametrize("order", ["linear", "nccl-ring", "nccl-sym"])
-def test_simulated_on_the_device_as_on_the_cpu(device, order):
+def test_simulated_collectives_on_device_match_cpu(device, order):
     premul = order == "nccl-ring"
     with World(3, order=order) as world:
         there, here = (
@@ -38,13 +38,13 @@ def test_simulated_on_the_device_as_on_the_cpu(device, order):
     assert [differences(*pair) for pair in zip(there, here, strict=True)] == [[], [], []]
 
 
-def test_the_program_itself_on_gloo():
+def test_gloo_matches_simulated_collectives():
     """Without a GPU at least all but NCCL is run."""
     done = on_real_ranks("gloo", "cpu", size=3)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_nccl_as_simulated(gpu):
+def test_nccl_matches_simulated_collectives(gpu):
     count = torch.cuda.device_count()
     if count > 1:
         done = on_real_ranks("nccl", gpu, size=count, environment=dict(PINS))

@@ -31,7 +31,7 @@ def results(model, optimizer):
 
 
 @pytest.mark.parametrize("with_nccl", [False, True])
-def test_a_replayed_step_is_the_step(gpu, tmp_path, with_nccl):
+def test_replayed_step_equals_eager_step(gpu, tmp_path, with_nccl):
     group = None
     if with_nccl:
         dist.init_process_group(

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("order", ["linear", "gloo", "nccl-ring"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_simulated_world(device, order, dtype):
+def test_simulated_world_passes_on_gpu(device, order, dtype):
     scenario = Scenario(
         schema=1,
         name="gpu",
@@ -43,12 +43,12 @@ def run_on_nccl(folder, *, size, environment):
     )
 
 
-def test_nccl_with_one_rank(gpu, tmp_path):
+def test_nccl_passes_with_one_rank(gpu, tmp_path):
     done = run_on_nccl(tmp_path, size=1, environment={})
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_nccl_with_ranks_that_share_the_gpu(gpu, tmp_path):
+def test_nccl_passes_with_ranks_sharing_a_gpu(gpu, tmp_path):
     version = torch.cuda.nccl.version()
     if version[:2] < NCCL_SHARING_LEAST:
         pytest.skip(f"needs NCCL {NCCL_SHARING_LEAST} or newer, have {version}")

@@ -21,7 +21,7 @@ def stepped(values, grads, kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_adamw_at_every_offset(device, kernel):
+def test_adamw_gives_same_bits_at_every_offset(device, kernel):
     if kernel == "fused" and device != "cuda":
         pytest.skip("has no fused optimizers")
     generator = torch.Generator().manual_seed(0)

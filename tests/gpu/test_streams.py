@@ -11,7 +11,7 @@ ELEMS = 1 << 20
 
 
 @pytest.mark.parametrize("timing", ["eager", "lazy", "hostile"])
-def test_a_collective_on_a_side_stream_sees_what_was_written_there(device, timing):
+def test_side_stream_collective_sees_writes_of_its_stream(device, timing):
     def program(rank):
         x = torch.zeros(ELEMS, device=device)
         module = torch.get_device_module(device)
@@ -29,7 +29,7 @@ def test_a_collective_on_a_side_stream_sees_what_was_written_there(device, timin
         assert world.run(program) == [[120.0]] * 3
 
 
-def test_ranks_on_different_streams_meet(device):
+def test_collective_matches_ranks_on_different_streams(device):
     """One on the default stream, one on another."""
 
     def program(rank):
@@ -49,7 +49,7 @@ def test_ranks_on_different_streams_meet(device):
         assert world.run(program) == [([3.0, 4.0], 2)] * 2
 
 
-def test_state_copied_to_pinned_memory_is_whole_after_an_event(device):
+def test_state_in_pinned_memory_is_complete_after_event(device):
     """As asynchronous checkpoints do: copies on a side stream, while training goes on."""
     module = torch.get_device_module(device)
     params = [torch.full((ELEMS,), float(index), device=device) for index in range(4)]

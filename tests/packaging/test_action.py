@@ -21,7 +21,7 @@ STEPS = {step["name"]: step for step in ACTION["runs"]["steps"]}
         ("vendor.github-workflows", ".github/workflows/zero-sim.yml"),
     ],
 )
-def test_files_have_the_form_that_github_reads(schema, path):
+def test_files_fit_the_schemas_of_github(schema, path):
     checked = subprocess.run(
         [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, ROOT / path],
         capture_output=True, text=True,
@@ -29,7 +29,7 @@ def test_files_have_the_form_that_github_reads(schema, path):
     assert checked.returncode == 0, checked.stdout
 
 
-def test_the_workflow_gives_inputs_that_there_are():
+def test_workflow_passes_known_inputs():
     workflow = YAML(typ="safe").load((ROOT / ".github/workflows/zero-sim.yml").read_text())
     *_, step = workflow["jobs"]["judge"]["steps"]
     assert step["uses"] == "./"
@@ -58,14 +58,14 @@ def run_step(tmp_path):
     return run
 
 
-def test_scenarios_of_a_target_leave_results_for_the_service(run_step, tmp_path):
+def test_scenarios_step_writes_junit_results(run_step, tmp_path):
     scenario = ROOT / "scenarios/smoke/transformer-260.toml"
     ended = run_step("Scenarios", scenarios=str(scenario), jobs="1")
     assert ended.returncode == 0, ended.stderr
     assert "<testsuite" in (tmp_path / "zero-sim.xml").read_text()
 
 
-def test_what_fails_fails_the_job_and_is_reported(run_step, tmp_path):
+def test_failing_case_fails_the_job_and_is_reported(run_step, tmp_path):
     path = ROOT / "scenarios/faults/gradients.toml"
     # Without the expected finding, the planned fault is a failure.
     text = re.sub(r"(?s)\[expect\]\n.*?\n\n", "", path.read_text())

@@ -15,7 +15,7 @@ import zero_sim
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_version_is_that_of_the_package():
+def test_wheel_version_is_the_package_version():
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == (
         zero_sim.__version__
     )
@@ -61,7 +61,7 @@ def run(environment, tmp_path):
     return run
 
 
-def test_contains_licence_marker_of_types_and_scenarios(wheel):
+def test_wheel_contains_licence_type_marker_and_scenarios(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {"zero_sim/py.typed", "zero_sim/smoke/mlp.toml"} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
@@ -75,7 +75,7 @@ def test_metadata_has_licence_author_and_classifiers(wheel):
         assert line in metadata
 
 
-def test_is_the_package_that_runs(run, environment):
+def test_installed_package_is_imported(run, environment):
     where = run("python", "-c", "import zero_sim; print(zero_sim.__file__)")
     assert where.startswith(str(environment))
 

@@ -108,7 +108,7 @@ def test_no_link_is_broken(site):
     assert broken == []
 
 
-def test_no_page_needs_another_host(site):
+def test_pages_load_from_no_other_host(site):
     foreign = {
         address
         for path in pages_of(site)
@@ -123,7 +123,7 @@ def test_each_known_divergence_has_a_page(site):
     assert names == {path.stem for path in (site / "gallery").glob("*.html")} - {"index"}
 
 
-def test_a_divergence_of_torch_shows_its_finding(site):
+def test_divergence_page_shows_its_finding(site):
     cases = sorted((ROOT / "scenarios/upstream").glob("torch-*.toml"))
     assert len(cases) > 5
     for case in cases:
@@ -154,7 +154,7 @@ def _without_marks(picture):
 
 
 @pytest.mark.parametrize("name", ["ranks.svg", "finding.svg"])
-def test_pictures_are_what_is_computed(name):
+def test_pictures_are_up_to_date(name):
     module = _pictures()
     drawn, kept = module.PICTURES[name](), (module.FOLDER / name).read_text()
     assert _without_marks(drawn) == _without_marks(kept)

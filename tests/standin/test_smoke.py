@@ -16,7 +16,7 @@ def run(*command):
     )
 
 
-def test_a_handful_of_cases_pass_on_it():
+def test_shipped_cases_pass_on_the_standin():
     files = [
         ROOT / "scenarios" / name
         for name in ("edge/one-param.toml", "features/division.toml", "targets/torch-fsdp2.toml")
@@ -26,7 +26,7 @@ def test_a_handful_of_cases_pass_on_it():
     assert "note: computed on standin (stand-in device): deterministic algorithms" in done.stdout
 
 
-def test_its_own_claims_hold():
+def test_standin_passes_its_own_tests():
     done = run("-m", "pytest", "--quiet", "tests/device/test_standin.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "skipped" not in done.stdout
