@@ -1,9 +1,9 @@
-"""Right settings and planted faults of the scripts in `tests/against/scripts`.
+"""Correct settings and planted faults of the scripts in `tests/against/scripts`.
 
     python property_tests/against_settings.py [--right 300] [--faults] [--seed 0] [--part 0/4]
 
-Prints the largest multiple of rounding of each family of right settings, which is to stay under
-RIGHT_MAX, and each planted fault that is not found. Exit status 1 if there is one of either.
+Prints, for each family of correct settings, the largest error as a multiple of rounding, and each
+planted fault that is not found. Exits with 1 if a multiple exceeds RIGHT_MAX or a fault survives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 SCRIPTS = Path(__file__).parents[1] / "tests" / "against" / "scripts"
 RIGHT_MAX = 1000.0
-"""Largest multiple of rounding that a right setting may have; the limit is 2.3e4."""
+"""Largest accepted multiple of rounding of a correct setting; the comparison's limit is 2.3e4."""
 _OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "adagrad", "lion")
 _DTYPES = ("float32", "bfloat16")
 CHOICES: dict[str, dict[str, tuple[object, ...]]] = {
@@ -58,7 +58,7 @@ CHOICES: dict[str, dict[str, tuple[object, ...]]] = {
     },
     "tensor_parallel.py": {"optimizer": _OPTIMIZERS, "tp": (2, 8), "clip": (0, 0.5)},
 }
-"""Values of each script's arguments in right settings."""
+"""Values of each script's arguments in correct settings."""
 _SHARE = {
     "ddp.py": 22,
     "zero1.py": 16,
@@ -67,7 +67,7 @@ _SHARE = {
     "fsdp1.py": 10,
     "tensor_parallel.py": 6,
 }
-"""Settings of each script among 75."""
+"""Share of each script, in settings per 75."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Fault:
     arguments: str
     ranks: int = 4
     outcome: str = "different"
-    """The verdict that finds it: ranks that read other rows are inconclusive."""
+    """Expected verdict: inconclusive if ranks read different rows."""
 
 
 def _faults() -> Iterator[Fault]:
@@ -152,7 +152,7 @@ FAULTS = tuple(_faults())
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A right setting, judged on several numbers of ranks."""
+    """A correct setting, judged on several numbers of ranks."""
 
     script: str
     arguments: str
@@ -160,10 +160,10 @@ class Setting:
 
 
 def draw(count: int, *, seed: int) -> list[Setting]:
-    """Draw distinct right settings.
+    """Draw distinct correct settings.
 
     Args:
-        count: Verdicts, each on one number of ranks.
+        count: Number of verdicts, each on one number of ranks.
         seed: Seed of the draw.
     """
     drawn = random.Random(seed)
@@ -173,7 +173,7 @@ def draw(count: int, *, seed: int) -> list[Setting]:
         products = list(dict.fromkeys(itertools.product(*CHOICES[name].values())))
         for values in drawn.sample(products, min(number, len(products))):
             given = dict(zip(CHOICES[name], values, strict=True))
-            # Uneven shards along another dimension than the first are refused by FSDP2.
+            # FSDP2 refuses uneven shards along any dimension but the first.
             even = name == "tensor_parallel.py" or given.get("by")
             arguments = " ".join(f"{key}={value}" for key, value in given.items())
             found.append(Setting(name, arguments, (2, 4, 8) if even else (2, 3, 4, 8)))
@@ -182,12 +182,12 @@ def draw(count: int, *, seed: int) -> list[Setting]:
 
 
 def judge(script: str, arguments: str, sizes: tuple[int, ...]) -> Iterator[tuple[int, object]]:
-    """Verdicts on a script, by number of ranks.
+    """Return the verdicts on a script, by number of ranks.
 
     Args:
         script: Name of the script.
         arguments: Its arguments.
-        sizes: Numbers of ranks, each judged by one rank.
+        sizes: Numbers of ranks, each compared with one rank.
     """
     from zero_sim.against.runs import Side
     from zero_sim.against.verdict import judge, prepare

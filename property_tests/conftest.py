@@ -1,4 +1,4 @@
-"""Profiles of Hypothesis, and worlds shared by all cases."""
+"""Hypothesis profiles, and worlds shared by all cases."""
 
 import pytest
 import torch

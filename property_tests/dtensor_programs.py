@@ -1,11 +1,11 @@
-"""Programs of DTensor, drawn, and run on simulated ranks and on gloo processes, to the same bits.
+"""Drawn DTensor programs, compared bit for bit between simulated ranks and gloo processes.
 
 A program makes tensors on a mesh and takes a few steps: redistributions, operations, a backward.
 After each step every rank notes a digest of its local tensor with shape and placements, or the
-error that torch raised. The numbers are small integers, so that sums are exact in any order, except
-those drawn through DTensor, which are never reduced before they are rounded.
+error that torch raised. Values are small integers, so sums are exact in any order. Values drawn
+through DTensor are rounded before any reduction for the same reason.
 
-Run as a script, `dtensor_programs.py COUNT [SEED]`, it compares that many and says what differed.
+`dtensor_programs.py COUNT [SEED]` compares COUNT programs and prints the differences.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ _STEPS_MAX = 4
 
 
 def draw_program(draws, mesh_dims):
-    """A program for a mesh of so many dimensions, as plain data."""
+    """Draw a program for a mesh of `mesh_dims` dimensions, as plain data."""
     start = [_draw_tensor(draws, mesh_dims) for _ in range(draws.choice((1, 1, 2)))]
     steps = [_draw_step(draws, mesh_dims) for _ in range(draws.randint(1, _STEPS_MAX))]
     return {"seed": draws.randrange(1 << 20), "start": start, "steps": steps}
@@ -65,7 +65,7 @@ def _draw_placements(draws, mesh_dims, tensor_dims, kinds):
     letters = [draws.choice(kinds) for _ in range(mesh_dims)]
     dims = [draws.randrange(tensor_dims) for _ in range(mesh_dims)]
     if draws.random() < 0.6:
-        dims = dims[:1] * mesh_dims  # Shards of shards, which are uneven in more ways.
+        dims = dims[:1] * mesh_dims  # Shards of shards have more kinds of uneven sizes.
     return [f"S{dim}" if each == "S" else each for each, dim in zip(letters, dims, strict=True)]
 
 
@@ -121,7 +121,7 @@ def _integers(shape, seed, dtype):
 
 
 def _take(step, made, mesh):
-    """One step; what it gives, for the steps after it too where it is a DTensor."""
+    """Take one step and return its result, which later steps may use if it is a DTensor."""
     first, second = (made[each % len(made)] for each in step["of"])
     dims = max(1, first.dim())
     dim, name = step["dim"] % dims, step["name"]
@@ -157,12 +157,12 @@ def _take(step, made, mesh):
     if name in ("softmax", "cumsum"):
         return getattr(first, name)(dim)
     if name == "flatten" and not first.numel():
-        return first.clone()  # torch's rules for a view of no elements never come to an end.
+        return first.clone()  # torch's sharding rules do not terminate for a view of no elements.
     return getattr(first, name)()
 
 
 def run_program(program, mesh, rank, on_refusal):
-    """What one rank sees of a program: a line for each tensor and each step."""
+    """Run a program on one rank and return a line for each tensor and step."""
     torch.manual_seed(program["seed"] + rank)
     seen, made = [], []
     for number, spec in enumerate(program["start"]):
@@ -170,7 +170,7 @@ def run_program(program, mesh, rank, on_refusal):
         act = functools.partial(_make, spec, mesh, own_seed, rank)
         seen.append(_noted(act, made, on_refusal))
     steps = program["steps"] if made else ()
-    # One after another: each step adds to what the next ones may take.
+    # In a loop, because each result is a possible input of the next steps.
     takes = (functools.partial(_take, step, made, mesh) for step in steps)
     seen += [_noted(take, made, on_refusal) for take in takes]
     return [*seen, *(_noted(tensor.full_tensor, made, on_refusal) for tensor in list(made))]
@@ -180,7 +180,7 @@ def _noted(act, made, on_refusal):
     try:
         result = act()
     except Exception as error:  # noqa: BLE001
-        # What torch refuses, it has to refuse on both sides.
+        # Recorded, because torch must raise the same error on both sides.
         line = f"{type(error).__name__}: {str(error).splitlines()[:1]}"
         on_refusal(line)
         return line
@@ -228,13 +228,13 @@ def _quiet():
 
 
 class Comparison:
-    """Worlds and gloo workers that stay open from batch to batch."""
+    """Worlds and gloo workers, reused by all batches."""
 
     def __init__(self, teams):
         self._teams = teams
         self._worlds = {}
         self.hung = []
-        """Mesh and program of those that cannot be compared."""
+        """Mesh and program of each deadlocked program, which cannot be compared."""
         _quiet()
 
     def close(self):
@@ -242,10 +242,10 @@ class Comparison:
             world.close()
 
     def differences(self, mesh, programs, *, seed=0, timings=TIMINGS):
-        """Each way in which simulated ranks and gloo processes see programs differently.
+        """Return the differences between simulated ranks and gloo processes.
 
-        A program of which ranks come to hang on each other, since torch refuses a step on some of
-        them only, hangs on processes too; it is noted in `hung` and not compared.
+        A program deadlocks, on processes too, if torch refuses a step on only some ranks. Such
+        programs are listed in `hung` and not compared.
         """
         simulated = {timing: {} for timing in timings}
         for timing in timings:
@@ -268,7 +268,7 @@ class Comparison:
         return found
 
     def _simulate(self, mesh, programs, timing, seed, *, into):
-        """Run all at once; where that fails, one by one, to find out which it was."""
+        """Run all programs at once; if that fails, one by one to find the failing program."""
         size = math.prod(mesh)
         world = self._worlds.get(size)
         if world is None:
@@ -289,7 +289,7 @@ class Comparison:
             )
             into[index] = [seen[0] for seen in by_rank]
         except (Deadlock, ContractViolation):
-            # With no rank refused anything, all went the same way and had to meet.
+            # Without a refusal all ranks took the same steps, so the deadlock is a bug.
             if not refused:
                 raise
             self.hung.append((mesh, program))
@@ -311,7 +311,7 @@ def _compare(mesh, programs, real, simulated, timing):
 
 
 def draw_batches(count, seed, *, batch=BATCH, meshes=MESHES):
-    """Batches of programs, each for one mesh, in all as many as asked for."""
+    """Draw batches of programs, each batch for one mesh, `count` programs in total."""
     for number in range(math.ceil(count / batch)):
         draws = random.Random(f"{seed}/{number}")
         mesh = meshes[number % len(meshes)]
@@ -320,7 +320,7 @@ def draw_batches(count, seed, *, batch=BATCH, meshes=MESHES):
 
 
 def open_teams():
-    """Teams whose workers can import this module."""
+    """Return teams whose workers can import this module."""
     here = Path(__file__).parent
     paths = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
     if not paths[-1].startswith(str(here)):
@@ -332,7 +332,7 @@ def open_teams():
 def main(count, seed):
     started, compared, hung, found = time.monotonic(), 0, 0, 0
     batches = enumerate(draw_batches(count, seed))
-    # New workers now and then: DTensor's caches keep old meshes, whose groups keep threads of gloo.
+    # Replace workers regularly, because DTensor caches meshes whose groups keep gloo threads.
     while several := list(itertools.islice(batches, _BATCHES_OF_TEAMS)):
         with open_teams() as teams, contextlib.closing(Comparison(teams)) as comparison:
             for number, (mesh, programs) in several:

@@ -1,4 +1,4 @@
-"""Campaigns on targets of libraries that are installed here, cases on gloo too, and rules found.
+"""Campaigns on targets of installed libraries, with cases on gloo and recovered rules.
 
 `python -m property_tests.libraries --cases 200 --gloo 40`, as `make libraries` does.
 """
@@ -26,7 +26,7 @@ RANKS_MAX = 4
 
 
 def installed(names: list[str]) -> list[str]:
-    """Names of targets whose library is here, without those that do what is known to go wrong."""
+    """Return targets whose library is installed, without those with known divergences."""
     asked = names or [name for name in library_target_names() if not name.endswith("-as-is")]
     missing = [why for name in asked if (why := why_missing(find_target(name)))]
     for why in sorted(set(missing)):
@@ -35,7 +35,7 @@ def installed(names: list[str]) -> list[str]:
 
 
 def fuzzed(name: str, *, cases: int, seed: int) -> bool:
-    """Run a campaign; whether nothing was found."""
+    """Run a campaign and return True if it finds nothing."""
     with tempfile.TemporaryDirectory() as corpus:
         words = ["fuzz", "--target", name, "--cases", str(cases), "--seed", str(seed)]
         ran = subprocess.run(
@@ -52,13 +52,13 @@ def fuzzed(name: str, *, cases: int, seed: int) -> bool:
 
 
 def drawn_for(target: Target, *, cases: int, seed: int) -> Iterator[Scenario]:
-    """Cases that gloo processes can run as well."""
+    """Draw cases that gloo processes can run as well."""
     strategy = drawn_cases(target, ranks_max=RANKS_MAX, reload=False)
     yield from islice(draws(strategy, seed=f"libraries/{seed}"), cases)
 
 
 def same_on_gloo(name: str, *, cases: int, seed: int) -> bool:
-    """Judge drawn cases on simulated ranks and on gloo processes; whether all verdicts agree."""
+    """Judge drawn cases on simulated and gloo ranks; return True if all verdicts agree."""
     target, verdicts, different = find_target(name), Counter(), []
     chosen = Chosen(explainer=EXPLAINER)
     with open_judge(chosen) as simulated, open_judge(chosen, backend="gloo") as real:
@@ -79,7 +79,7 @@ def same_on_gloo(name: str, *, cases: int, seed: int) -> bool:
 
 
 def rules_recovered(name: str) -> bool:
-    """Work out which rules it follows; whether nothing that it declares is contradicted."""
+    """Recover a target's rules and return True if none contradicts its declarations."""
     found = find_rules(find_target(name))
     print(f"{name}: rules by {found.cases} runs, {len(found.contradicted)} as declared otherwise")
     for said in found.contradicted:
@@ -88,7 +88,7 @@ def rules_recovered(name: str) -> bool:
 
 
 def main() -> int:
-    """Run all that is asked for; the exit status."""
+    """Run the requested checks and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="targets; all that are installed if left out")
     parser.add_argument("--cases", type=int, default=200, help="of each campaign")

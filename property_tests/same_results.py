@@ -30,14 +30,14 @@ HERE = Path(__file__).resolve().parents[1]
 MUTANT, GLOO = "mutant:", "gloo:"
 """Prefixes of jobs; a job without one is a scenario file to simulate."""
 CHARS_MAX = 600
-"""Of a result that differs."""
+"""Longest excerpt that is printed of a differing result."""
 _TRACE = "Traceback (most recent call last):"
 _SCRATCH = re.compile(r"\S*/zero-sim-\w{8}\b")
 _SITE = re.compile(r"\S+\.py:\d+( in \S+)?")
 
 
 def main() -> int:
-    """Compare, or, as the other process, run the jobs of one checkout."""
+    """Compare two checkouts or, as their child process, run the jobs of one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("other", type=Path, help="a checkout to compare this one with")
     parser.add_argument("paths", nargs="*", help="scenario files; else all that are shipped here")
@@ -76,7 +76,7 @@ def _mutants() -> list[str]:
 
 
 def _draw(folder: Path, target: str, *, count: int, seed: int) -> list[str]:
-    """Write drawn cases as scenario files; they follow from the seed and this checkout."""
+    """Write drawn cases as scenario files, determined by the seed and this checkout."""
     from dataclasses import replace
     from itertools import islice
 
@@ -86,7 +86,7 @@ def _draw(folder: Path, target: str, *, count: int, seed: int) -> list[str]:
     from zero_sim.targets import find_target
 
     paths = []
-    # A campaign of our own system draws without naming the target, and so differently.
+    # Campaigns of our own system name no target, which changes their draws.
     drawn = drawn_cases() if target == "zero_sim" else drawn_cases(find_target(target))
     for index, scenario in enumerate(islice(draws(drawn, seed=f"same/{seed}"), count)):
         system = replace(scenario.system, target=target)
@@ -137,13 +137,13 @@ def _read(process: subprocess.Popen[str]) -> dict[str, object]:
 
 
 def _batches(jobs: list[str]) -> list[str]:
-    """Jobs that have a line of results each; those on gloo share the last one."""
+    """Group jobs into batches, one line of results each; all gloo jobs share the last."""
     alone = [job for job in jobs if not job.startswith(GLOO)]
     return [*alone, GLOO] if len(alone) < len(jobs) else alone
 
 
 def _results(paths: list[str]) -> Iterator[str]:
-    """A line of JSON a job: the result of each case, by its id."""
+    """Run jobs and yield a line of JSON per batch: results by case id."""
     import torch
 
     from zero_sim.backends.worlds import WorldPool
@@ -164,7 +164,7 @@ def _results(paths: list[str]) -> Iterator[str]:
 
 
 def _of_mutant(name: str, pool: object) -> dict[str, object]:
-    """The result of a mutant's smallest case; none if this checkout has no such mutant."""
+    """Return the result of a mutant's smallest case, or none if this checkout lacks the mutant."""
     from zero_sim.mutants import find_mutants
     from zero_sim.mutants.smallest import smallest_cases
 
@@ -222,7 +222,7 @@ def _without_sites(told: object) -> object:
         return [_without_sites(value) for value in told]
     if not isinstance(told, str):
         return told
-    # Frames move with the code; the error that ends a traceback does not.
+    # Keep only the error at the end of a traceback, because frames move with the code.
     text = "Traceback\n" + told.rstrip().splitlines()[-1] if told.startswith(_TRACE) else told
     return _SITE.sub("a line", _SCRATCH.sub("a folder", text))
 

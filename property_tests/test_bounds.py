@@ -1,4 +1,4 @@
-"""Without a word of how sums are added, no right system is called wrong."""
+"""Proven bounds: no correct system fails if the order of its sums is undeclared."""
 
 from dataclasses import replace
 

@@ -1,7 +1,7 @@
-"""Collectives of the simulated world give what a dense formula over all ranks' inputs gives.
+"""Collectives of the simulated world, compared with dense formulas over all ranks' inputs.
 
-The formulas are written on Python floats of one element at a time and share nothing with the
-simulator but the meaning of each order.
+The formulas take Python floats, one element at a time, and share only the definition of each
+order with the simulator.
 """
 
 import warnings
@@ -29,7 +29,7 @@ def worlds():
 
 
 def add(a, b, dtype):
-    """One IEEE addition in the dtype."""
+    """Add two numbers with one IEEE addition in the dtype."""
     return (torch.tensor([a], dtype=dtype) + torch.tensor([b], dtype=dtype)).item()
 
 
@@ -41,7 +41,7 @@ def chain(values, dtype):
 
 
 def reduced(values, order, dtype, ends_on):
-    """The sum of one element's contributions, in rank order, under a named order."""
+    """Sum one element's contributions, given in rank order, under a named order."""
     if order == "linear-fp32":
         wide = torch.float32 if dtype == torch.bfloat16 else dtype
         return (

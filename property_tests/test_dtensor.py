@@ -1,4 +1,4 @@
-"""Drawn programs of DTensor give on simulated ranks the bits that gloo processes give."""
+"""Drawn DTensor programs, bit for bit on simulated ranks and gloo processes."""
 
 import importlib
 import math
@@ -12,12 +12,12 @@ from tests.profiles import is_nightly
 NIGHTLY_PROGRAMS = 5000
 PROGRAMS_A_MESH = 6
 RANKS_MAX = 4
-"""Each further number of ranks has processes to start."""
+"""Few, because each number of ranks starts its own processes."""
 
 
 @pytest.fixture(scope="module")
 def dtensor_programs():
-    """The module beside this one, by the name under which workers import it."""
+    """The neighbouring module, under the name by which workers import it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parent))
         yield importlib.import_module("dtensor_programs")

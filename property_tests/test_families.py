@@ -1,4 +1,4 @@
-"""Drawn families: their first reference judges all members as their own ones would."""
+"""Families of drawn cases: a shared reference gives the verdicts of separate references."""
 
 import os
 from itertools import islice
@@ -19,7 +19,7 @@ _MEMBERS = 5
 
 @pytest.fixture
 def left(monkeypatch):
-    """Sources that fell back though the next step was kept for them."""
+    """Step sources that fell back although their next step was stored."""
     found = []
     right = StepSource.fall_back
 
@@ -37,11 +37,11 @@ def facts(result):
     return result.verdict, result.findings, result.compared_elems, result.owed, result.notes
 
 
-# torch says so where a rank has no shard with a gradient.
+# torch warns if a rank has no shard with a gradient.
 @pytest.mark.filterwarnings("ignore:Called FSDP.clip_grad_norm_")
 @pytest.mark.parametrize("name", ["zero_sim", "torch-fsdp1", "torch-fsdp2", "torch-ddp"])
 def test_shared_reference_gives_the_same_verdicts(pool, left, name):
-    """A right system never needs a reference of its own where one of its family took the steps."""
+    """A correct system never computes steps that the reference of its family has stored."""
     target = find_target(name)
     firsts = filter(has_family, draws(drawn_cases(target), seed="families"))
     for index, first in enumerate(islice(firsts, _FAMILIES)):

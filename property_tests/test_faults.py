@@ -1,4 +1,4 @@
-"""A planned fault is found, whatever else is drawn, by the check that it should be found by."""
+"""Planned faults in drawn cases, each found by its expected check."""
 
 from hypothesis import given, note, settings
 

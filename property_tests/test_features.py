@@ -1,4 +1,4 @@
-"""Every feature with every other: drawn combinations equal the reference, all state, every step."""
+"""Drawn combinations of all features: all state equals the reference after every step."""
 
 from dataclasses import replace
 
@@ -37,9 +37,9 @@ def test_system_equals_reference(pool, scenario):
 @given(scenario=scenarios(reload=False), data=st.data())
 @settings(max_examples=at_most(70))
 def test_irrelevant_settings_change_no_bit(pool, scenario, data):
-    """Layout, overlap, schedule and foreach change no bit where the order does not depend on them.
+    """Layout, overlap, schedule and foreach change no bit if the order is independent of them.
 
-    Both are compared with a reference that does not know these settings, so they are equal.
+    Both cases equal a reference without these settings, so they equal each other.
     """
     order = scenario.world.order if scenario.world.order in POSITION_FREE else "linear"
     partition = scenario.system.partition
@@ -70,10 +70,9 @@ def test_irrelevant_settings_change_no_bit(pool, scenario, data):
 @given(scenario=scenarios(ranks_max=6, steps_max=3, reload=False), data=st.data())
 @settings(max_examples=25)
 def test_all_stages_and_replicas_equal_one_reference(pool, scenario, data):
-    """A family: one model, data, optimizer, rules; what is sharded, and in how many copies, varies.
+    """Members of a family differ only in stage and number of replicas.
 
-    Each is compared with one reference that knows no stages, all state, every step; so all of them
-    are equal.
+    Each equals one reference without stages, in all state after every step, so all are equal.
     """
     order = scenario.world.order if scenario.world.order in POSITION_FREE else "linear"
     ranks = scenario.world.size // (scenario.topology.tp * scenario.topology.pp)
@@ -81,7 +80,7 @@ def test_all_stages_and_replicas_equal_one_reference(pool, scenario, data):
     copies = data.draw(st.sampled_from(divisors(shared_by)))
     system = replace(scenario.system, overlap_params=None, partition="padded", redundancy=1)
     system = replace(system, sum_by="reduce-scatter", gather_after_step=False)
-    # Stage 3 frees the params of a block that is to be run again.
+    # Stage 3 reshards the params of a block that is recomputed.
     system = replace(system, checkpoints="none", offload_checkpoints=False)
     system = replace(
         system, reduce_buffer_elems=None, contiguous_grads=True, gather_chunk_elems=None
@@ -101,15 +100,15 @@ def test_all_stages_and_replicas_equal_one_reference(pool, scenario, data):
     world = replace(scenario.world, order=order)
     for member in family:
         own = replace(world, order="linear") if member.sum_by == "first-rank" else world
-        # A rank that joins from its first micro-batch on has nothing to gather by at stage 3.
+        # At stage 3 a rank without a first micro-batch cannot take part in the gathers.
         case = repaired(replace(scenario, world=own, system=member))
-        # Not every divisor is known before the first of many sums.
+        # Some divisors are unknown before the first of several sums.
         if member.sync == scenario.system.sync or not check_scenario(case):
             assert_not_wrong(case, pool)
 
 
 def _through_buffers(plain, data):
-    """DeepSpeed's stages 1 and 2: one buffer or two, copied on arrival or together, in chunks."""
+    """Draw DeepSpeed's buffers at stages 1 and 2: their number, time of copies and chunks."""
     elems, chunk = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
     partition = "uneven" if plain.align_elems == plain.align_bytes == 1 else "padded"
     buffered = replace(plain, bucket_elems=None, reduce_buffer_elems=elems, partition=partition)

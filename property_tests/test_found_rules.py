@@ -1,4 +1,4 @@
-"""`zero-sim rules` recovers what the shipped targets declare."""
+"""Rules recovered by `zero-sim rules` against the declarations of shipped targets."""
 
 import pytest
 
@@ -6,10 +6,10 @@ from zero_sim.rules.found import find_rules
 from zero_sim.targets import capabilities_of, find_target
 
 FREE = {"optimizer.name", "optimizer.lr", "system.target", "system.stage"}
-"""What every target follows, within what its other capabilities say."""
+"""Settings that every target follows within its other capabilities."""
 
 
-# Some ranks have no gradients in a case that clips.
+# torch warns because some ranks have no gradients in a clipped case.
 @pytest.mark.filterwarnings("ignore:Called FSDP.clip_grad_norm_")
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""System and reference choose the same scale and the same values for any master."""
+"""Equal fp8 scales and values in system and reference, for any master."""
 
 import torch
 from hypothesis import given, settings
@@ -15,7 +15,7 @@ MASTERS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=9)
 @given(dtype=DTYPES, bits=MASTERS)
 @settings(max_examples=at_most(2000))
 def test_any_master_bits_quantize_alike(dtype, bits):
-    """Masters of any bits: subnormal, huge, infinite and NaN."""
+    """Masters may be subnormal, huge, infinite or NaN."""
     master = torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
     scale = choose_scale(measure_amax(master), dtype=dtype)
     assert torch.equal(scale, scale_for(master, dtype=dtype))
@@ -30,7 +30,7 @@ def test_any_master_bits_quantize_alike(dtype, bits):
 @given(dtype=DTYPES, exponent=st.integers(-70, 80), bits=MASTERS)
 @settings(max_examples=at_most(500))
 def test_power_of_two_scaling_keeps_quantized_values(dtype, exponent, bits):
-    """A master times a power of two has the same values at a scale times that power."""
+    """Multiplying a master by a power of two multiplies only its scale."""
     master = (torch.tensor(bits, dtype=torch.float64) / 2**32).to(torch.float32)
     scale = choose_scale(measure_amax(master), dtype=dtype)
     other = choose_scale(measure_amax(master * 2.0**exponent), dtype=dtype)

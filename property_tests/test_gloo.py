@@ -28,7 +28,7 @@ def in_gloos_order(case):
 
 @pytest.mark.parametrize("ordered", [lambda case: case, in_gloos_order], ids=["folded", "gloo's"])
 def test_correct_system_passes_on_gloo(judge, ordered):
-    """In the order that a case names, folded locally; and in the one in which gloo adds itself."""
+    """Sums are folded locally in the case's order, or added by gloo in its own order."""
     drawn = map(ordered, draws(drawn_cases(ranks_max=6, steps_max=3), seed="gloo"))
     cases = islice((case for case in drawn if not check_scenario(case)), CASES)
     results = [judge(case) for case in cases]

@@ -1,4 +1,4 @@
-"""Whatever is drawn, a layout gives every element exactly one owner."""
+"""Drawn layouts: every element has exactly one owner."""
 
 from hypothesis import example, given
 
@@ -12,7 +12,7 @@ LONE = LayoutPolicy(shard_count=3, align_elems=2, bucket_elems=1)
 @given(layouts())
 @example((EMPTY, LONE, plan_buffers(EMPTY, policy=LONE)))
 def test_every_param_is_placed_once(layout):
-    """Grouping, ordering and bucketing lose and double nothing."""
+    """Grouping, ordering and bucketing lose and duplicate no param."""
     specs, policy, buffers = layout
     placed = [param for buffer in buffers for param in buffer.params]
     assert sorted(p.name for p in placed) == sorted(s.name for s in specs)
@@ -25,7 +25,7 @@ def test_every_param_is_placed_once(layout):
 
 @given(layouts())
 def test_buckets_tile_the_buffer_and_params_tile_their_bucket(layout):
-    """Walking a buffer from 0 meets param after param, then padding, bucket after bucket."""
+    """A buffer is a sequence of buckets, each of params and then padding."""
     _, _, buffers = layout
     for buffer in buffers:
         position = 0
@@ -43,7 +43,7 @@ def test_buckets_tile_the_buffer_and_params_tile_their_bucket(layout):
 
 @given(layouts())
 def test_bucket_closes_once_full(layout):
-    """All but the last bucket hold bucket_elems; none would without its last non-empty param."""
+    """All buckets but the last reach bucket_elems, and only with their last non-empty param."""
     _, policy, buffers = layout
     for buffer in buffers:
         if policy.bucket_elems is None:
@@ -58,7 +58,7 @@ def test_bucket_closes_once_full(layout):
 
 @given(layouts())
 def test_shards_tile_their_bucket(layout):
-    """In order and without gaps, whatever the partition; shard_of goes back from an element."""
+    """Shards are in order and without gaps under every partition; shard_of inverts them."""
     _, policy, buffers = layout
     for buffer in buffers:
         for bucket in buffer.buckets:
@@ -75,7 +75,7 @@ def test_shards_tile_their_bucket(layout):
 
 @given(layouts())
 def test_padded_shards_are_even_and_aligned(layout):
-    """No shard is longer than another, and each starts on both alignment boundaries."""
+    """All shards have one length, and each starts on both alignment boundaries."""
     _, policy, buffers = layout
     for buffer in buffers if policy.partition == "padded" else ():
         elem_bytes = {"bf16": 2, "fp32": 4}[buffer.key.dtype]
@@ -84,10 +84,10 @@ def test_padded_shards_are_even_and_aligned(layout):
             for start in (bucket.shard_span(shard).start for shard in range(policy.shard_count)):
                 assert start % policy.align_elems == 0
                 assert start * elem_bytes % policy.align_bytes == 0
-            # Padding is never more than it takes to make the shards even and aligned.
+            # Padding is the least that makes shards even and aligned.
             multiple = policy.shard_multiple(buffer.key.dtype)
             assert bucket.padding.numel < policy.shard_count * multiple
-            # And of all lengths that fit both alignments, the multiple is the least.
+            # The multiple is the least length that fits both alignments.
             assert not any(
                 length % policy.align_elems == 0 and length * elem_bytes % policy.align_bytes == 0
                 for length in range(1, multiple)
@@ -109,7 +109,7 @@ def test_uneven_shards_are_unpadded_and_longest_first(layout):
 
 @given(layouts())
 def test_whole_buckets_are_assigned_round_robin(layout):
-    """One shard owns all of a bucket, without padding; the next bucket's owner is the next one."""
+    """One shard owns a whole bucket without padding; the next shard owns the next bucket."""
     _, policy, buffers = layout
     for buffer in buffers if policy.partition == "one-owner" else ():
         for bucket in buffer.buckets:
@@ -120,7 +120,7 @@ def test_whole_buckets_are_assigned_round_robin(layout):
 
 @given(layouts())
 def test_no_row_crosses_a_shard_boundary(layout):
-    """Each param with elements has a bucket, shards even, and a border only between rows."""
+    """Each non-empty param has its own bucket, even shards and boundaries only between rows."""
     _, policy, buffers = layout
     for buffer in buffers if policy.partition == "rows" else ():
         for bucket in buffer.buckets:
@@ -130,14 +130,14 @@ def test_no_row_crosses_a_shard_boundary(layout):
             for shape in shapes:
                 row_elems = bucket.payload.numel // (shape[0] if shape else 1)
                 assert bucket.shard_sizes[0] % row_elems == 0
-                # As few rows a shard as hold all of them.
+                # The fewest rows per shard that hold all rows.
                 rows = -(-(shape[0] if shape else 1) // policy.shard_count)
                 assert bucket.shard_sizes[0] == rows * row_elems
 
 
 @given(layouts())
 def test_fragments_cover_every_element_once_without_padding(layout):
-    """Over all shards, fragments cover the payload without overlap, and agree with owner."""
+    """Fragments of all shards cover the payload without overlap and agree with owner."""
     _, policy, buffers = layout
     for buffer in buffers:
         owners = [None] * buffer.span.stop

@@ -1,4 +1,4 @@
-"""What a run has in memory and calls is what closed forms say, of shipped and of drawn cases."""
+"""Measured memory and calls against closed forms, for shipped and drawn cases."""
 
 from pathlib import Path
 
@@ -21,14 +21,14 @@ FILES = sorted(SHIPPED.glob("**/*.toml"))
 
 
 def is_right(case):
-    """Whether the system is; faults, which are planned ones, are left out of a measured run."""
+    """Return True if the system is correct; a measured run omits planned faults."""
     return case.expect.finding is None or bool(case.faults)
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(SHIPPED)) for path in FILES])
 def test_ledgers_of_shipped_scenarios_match_closed_forms(path):
-    """Of the first and the last case of a file; under the profile `nightly`, of all."""
+    """Checks the first and last case of each file, or all under the profile `nightly`."""
     cases = [case for case in load_cases(path) if case.world.size <= RANKS_MAX and is_right(case)]
     for missing in {why_missing(find_target(case.system.target)) for case in cases} - {""}:
         pytest.skip(missing)

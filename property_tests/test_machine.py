@@ -1,7 +1,7 @@
-"""Train, evaluate, save, crash in a save, resize, change the learning rate: in any order.
+"""State machine: train, evaluate, save, crash in a save, resize, change the learning rate.
 
-The reference is a plain loop on one device. All gradients are small whole numbers, so that their
-sums are exact in every order and in every dtype, and the loop needs to know no layout.
+The reference is a plain loop on one device. All gradients are small whole numbers, so their
+sums are exact in every order and dtype, and the loop needs no layout.
 """
 
 import os
@@ -40,7 +40,7 @@ REACHES_DISK = ("fsync", "rename")
 
 
 class Bare(torch.nn.Module):
-    """Params alone; the loss is their product with given factors, which are its gradients."""
+    """A module of params only. The loss is their product with given factors, its gradients."""
 
     def __init__(self, shapes, dtype):
         super().__init__()
@@ -88,7 +88,7 @@ class Training(RuleBasedStateMachine):
         self.path = Path(self.folder.name, "checkpoint")
         self.worlds = {}
         self.lr_factor = 1.0
-        # Not whether the path exists: a crash between two renames leaves the checkpoint beside it.
+        # Not path.exists(): a crash between two renames leaves the checkpoint at another path.
         self.has_saved = False
         self.size, self.system = 2, SystemSpec(divide="none")
 
@@ -127,7 +127,7 @@ class Training(RuleBasedStateMachine):
 
     @rule(steps=st.integers(1, 2), call=st.integers(0, 12))
     def crash_in_a_save(self, steps, call):
-        """What was there before is as it was, or else the save had come through."""
+        """Crash in a save: the old checkpoint stays intact, or the new one is complete."""
         before = self.plain
         if not self.run(steps, form="sharded", fail_at=call):
             return
@@ -157,7 +157,7 @@ class Training(RuleBasedStateMachine):
         return seen
 
     def run(self, steps, *, form, micro_batches=1, evaluate=False, fail_at=None):
-        """Train from the checkpoint, if there is one, and save; whether the save crashed."""
+        """Train from the checkpoint, if any, and save; return True if the save crashed."""
         first = self.plain.step_count
         losses = {}
 
@@ -192,11 +192,11 @@ class Training(RuleBasedStateMachine):
         return crashed
 
     def follow(self, first, steps, micro_batches, losses):
-        """The same steps in a plain loop of its own, which a crash may then give up."""
+        """Take the same steps in a copy of the plain loop, which is dropped after a crash."""
         followed = PlainLoop(self.shapes, DTYPES[self.dtype])
         for ours, theirs in zip(followed.params, self.plain.params, strict=True):
             ours.data.copy_(theirs.data)
-        # Loading copies no tensor that is as it should be.
+        # load_state_dict() may alias tensors of matching dtype, so copy them.
         followed.optim.load_state_dict(deepcopy(self.plain.optim.state_dict()))
         followed.step_count = first
         for step in range(first, first + steps):
@@ -238,7 +238,7 @@ class Training(RuleBasedStateMachine):
 
 
 def failing(fail_at):
-    """A context in which the call of that number that reaches the disk raises; None for none."""
+    """Return a context in which disk calls raise after the first `fail_at`, or never if None."""
     count = 0
 
     def counted(call):

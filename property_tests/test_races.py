@@ -1,4 +1,4 @@
-"""The detector reports a race exactly where sets of bytes, written down one by one, intersect."""
+"""The race detector, compared with intersections of enumerated sets of bytes."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def world():
 
 
 def byte_sets(tensor):
-    """The bytes of each element, in row-major order, by plain arithmetic."""
+    """Return the bytes of each element, in row-major order, by plain arithmetic."""
     indices = [()]
     for size in tensor.shape:
         indices = [(*index, i) for index in indices for i in range(size)]
@@ -32,7 +32,7 @@ def byte_sets(tensor):
 
 
 def expected_range(lent, other):
-    """What `shared_elems` should give, for two views of one storage."""
+    """Return the expected `shared_elems` of two views of one storage."""
     theirs = set().union(*byte_sets(other)) if other.numel() else set()
     hit = [i for i, mine in enumerate(byte_sets(lent)) if mine & theirs]
     return (hit[0], hit[-1] + 1) if hit else None
@@ -40,14 +40,14 @@ def expected_range(lent, other):
 
 @st.composite
 def views(draw, *, overlapping=True):
-    """A view of the flat buffer: any shape, strides, offset and, if wanted, width of elements."""
+    """Draw a view of the flat buffer: shape, strides, offset and optionally element width."""
     count = draw(st.integers(0, 3))
     sizes = st.sampled_from((1, 2, 3, 4, 4, 3, 2, 0))
     shape = draw(st.lists(sizes, min_size=count, max_size=count))
     if overlapping:
         strides = draw(st.lists(st.integers(0, 7), min_size=count, max_size=count))
     else:
-        # Each dimension steps over all before it, so that no element is there twice.
+        # Each dimension steps over all previous ones, so no element occurs twice.
         strides, reach = [], 1
         for size in shape:
             strides.append(reach + draw(st.integers(0, 2)))
@@ -132,5 +132,5 @@ def test_races_match_byte_sets(world, lent, other, name):
         world.run(program)
     race = caught.value
     assert race.access.writes == (kind == "write")
-    # The flight lies in a buffer of its own run, at the same offset in its storage.
+    # The collective's tensor is in its own run's buffer, at the same storage offset.
     assert (race.access.start, race.access.stop) == expected_range(race.buffer.tensor, theirs)

@@ -1,4 +1,4 @@
-"""From any layout to any other: every element is read again from the one place that holds it."""
+"""Resharding between drawn layouts: every element is read from its only saved position."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +24,7 @@ def policies(draw, sizes):
 
 @st.composite
 def changes(draw):
-    """Params, and two layouts of them."""
+    """Draw params and two layouts of them."""
     shapes = param_shapes(Shrinking(draw), draw(st.integers(1, 6)))
     specs = [ParamSpec(name=f"p{i}", shape=shape, dtype="fp32") for i, shape in enumerate(shapes)]
     sizes = [spec.numel for spec in specs]
@@ -33,7 +33,7 @@ def changes(draw):
 
 
 def owned(plan, *, copies=1):
-    """What every rank owns, in the words of a checkpoint."""
+    """Return every rank's owned ranges, as a checkpoint lists them."""
     shards = [
         [(fragment.param, fragment.in_param) for fragment in plan.fragments(shard)]
         for shard in range(plan.policy.shard_count)
@@ -54,14 +54,14 @@ def test_every_element_is_written_once(change, copies):
             name, span = pieces[rank][index]
             written[name].append(span)
     assert find_cover_problems(numels, written) == []
-    # Of copies the first one writes, so that the others have nothing to do.
+    # Only the first replica writes.
     assert not any(chosen[before.policy.shard_count :])
 
 
 @given(change=changes())
 @settings(max_examples=at_most(1000))
 def test_resharded_elements_are_read_back_unchanged(change):
-    """Elements are numbered through; after both layouts each is at its own place."""
+    """Elements hold their own index; after both layouts each is at its position."""
     specs, before, after = change
     stored = {spec.name: [] for spec in specs}
     for shard in owned(before):

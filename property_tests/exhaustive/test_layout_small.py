@@ -1,4 +1,4 @@
-"""All layouts up to small bounds: no luck involved."""
+"""All layouts up to small bounds, checked exhaustively."""
 
 from itertools import product
 
@@ -16,7 +16,7 @@ BUCKET_ELEMS = (None, 1, 2, 3, 5)
 def place_by_counting(sizes, *, shard_count, align_elems, bucket_elems, partition="padded"):
     """Lay the params out element by element: a list of (param, element, shard), None for padding.
 
-    Written without spans or division, so that it can only agree with the planner by being right.
+    Written without spans or division, so that it shares no mistakes with the planner.
     """
     flat = []
     bucket = []
@@ -24,7 +24,7 @@ def place_by_counting(sizes, *, shard_count, align_elems, bucket_elems, partitio
     def close_bucket():
         while partition == "padded" and len(bucket) % (shard_count * align_elems):
             bucket.append(None)
-        # Dealt out one by one, each shard holds what it gets when all turns are over.
+        # Round-robin turns give each shard's length; sorting makes the shards contiguous.
         shards = sorted(turn % shard_count for turn in range(len(bucket)))
         for entry, shard in zip(bucket, shards, strict=True):
             flat.append(None if entry is None else (*entry, shard))
@@ -39,7 +39,7 @@ def place_by_counting(sizes, *, shard_count, align_elems, bucket_elems, partitio
 
 
 def place_by_planner(sizes, **policy):
-    """Return the same list from the planner's fragments."""
+    """Return the list of `place_by_counting`, from the planner's fragments."""
     specs = [ParamSpec(name=str(i), shape=(n,), dtype="fp32") for i, n in enumerate(sizes)]
     (buffer,) = plan_buffers(specs, policy=LayoutPolicy(**policy))
     flat = [None] * buffer.span.stop
@@ -54,7 +54,7 @@ def place_by_planner(sizes, **policy):
 
 @pytest.mark.parametrize("shard_count", SHARD_COUNTS)
 def test_every_small_uneven_layout_agrees_with_counting(shard_count):
-    """Without padding, elements are dealt out and the first shards get one more."""
+    """Without padding, the first shards get one element more."""
     for param_count in range(1, PARAM_COUNT_MAX + 1):
         for sizes in product(range(SIZE_MAX + 1), repeat=param_count):
             for bucket_elems in BUCKET_ELEMS:
@@ -70,7 +70,7 @@ def test_every_small_uneven_layout_agrees_with_counting(shard_count):
 
 @pytest.mark.parametrize("shard_count", SHARD_COUNTS)
 def test_every_small_layout_agrees_with_counting(shard_count):
-    """Every element stands where counting puts it, and belongs to whom counting gives it."""
+    """Position and owner of every element are those found by counting."""
     for param_count in range(1, PARAM_COUNT_MAX + 1):
         for sizes in product(range(SIZE_MAX + 1), repeat=param_count):
             for align_elems, bucket_elems in product(ALIGNMENTS, BUCKET_ELEMS):

@@ -1,6 +1,6 @@
-"""The harness's own score: every mutant dies within few cases and shrinks to what is on record.
+"""Mutation score: every mutant is killed within few cases and shrinks to its recorded minimum.
 
-The core set on every change; under the profile `nightly`, all of them.
+Runs the core set by default, and all mutants under the profile `nightly`.
 """
 
 import pytest
@@ -19,7 +19,7 @@ hunted = find_mutants(core=not is_nightly())
 def test_mutant_is_killed_and_shrinks_to_recorded_minimum(pool, one):
     cases_max = CORE_CASES_MAX if one.core else CASES_MAX
     shrunk = []
-    # What a case shrinks to depends on where it begins: one of so many must come to the minimum.
+    # The shrunk case depends on the first one, so only one of several must reach the minimum.
     for seed in range(BEGINNINGS_MAX):
         budget = Budget(cases_max=cases_max, shrinks=True, seed=seed)
         trial = hunt(one, pool=pool, budget=budget)
@@ -29,7 +29,7 @@ def test_mutant_is_killed_and_shrinks_to_recorded_minimum(pool, one):
         shrunk.append(trial)
         if trial.size <= trial.minimum:
             break
-    # A smaller one is no fault: whatever else cases come to have is one more place to begin at.
+    # A smaller case is fine: new settings of cases can open shorter paths.
     least = min(shrunk, key=lambda trial: trial.size)
     assert least.size <= least.minimum, f"{one.id} shrank to\n{least.smallest}"
 

@@ -1,4 +1,4 @@
-"""One mutant of each class dies in drawn cases: the short form of `test_mutants.py`."""
+"""One mutant of each class, killed by drawn cases: the short form of `test_mutants.py`."""
 
 import pytest
 
@@ -24,7 +24,7 @@ SENTINELS = {
     "INF": "I05",
     "VOLUME": "V15",
 }
-"""Of each class one that few cases find."""
+"""A mutant of each class that few cases kill."""
 
 
 def test_every_mutant_class_has_a_sentinel():
