@@ -1,6 +1,6 @@
-"""Tests on the stand-in device; `make device` runs them where torch knows it.
+"""Tests on the stand-in device, which `make device` runs with the device registered.
 
-Registered once, it is there for good, so none of them may run in the process of other tests.
+Registration is permanent, so these tests cannot share a process with other tests.
 """
 
 import pytest

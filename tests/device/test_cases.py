@@ -1,4 +1,4 @@
-"""Cases on a device: where params lie, what is drawn, what is settled and said, and drawn cases."""
+"""Cases on a device: placement of params, random numbers, settings, notes, and drawn cases."""
 
 from itertools import islice
 
@@ -33,12 +33,12 @@ BATCH = 25
     ],
 )
 def test_drawn_cases_pass_on_device(target, batch):
-    """500 of them, always the same ones."""
+    """The 500 cases are the same in every run."""
     drawn = draws(drawn_cases(find_target(target)), seed=f"device {target} {batch}")
     with WorldPool() as pool:
         for scenario in islice(drawn, BATCH):
             result = run_case(scenario, pool=pool, target=find_target(target), device=NAME)
-            # Inconclusive is said of the case, whatever it is computed on.
+            # Inconclusive depends on the case only, not on the device.
             assert result.verdict in ("pass", "inconclusive"), (scenario, result)
 
 
@@ -78,7 +78,7 @@ def test_accuracy_on_device_equals_cpu():
 
 
 def test_each_rank_has_its_own_device_rng_state():
-    """Whoever else draws in between."""
+    """Draws of other ranks in between change nothing."""
 
     def program(rank):
         drawn = []

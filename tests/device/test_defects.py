@@ -1,6 +1,6 @@
-"""What would be wrong on a GPU shows on the stand-in device: each mistake is made again here.
+"""Device defects that GPUs would show, each planted again and found on the stand-in device.
 
-That a process group is aborted and not waited for after an error is no matter of devices; see
+Aborting a process group after an error does not depend on the device; see
 `tests/backends/test_nccl_workers.py`.
 """
 
@@ -47,7 +47,7 @@ def worlds():
 
 @pytest.fixture
 def judged(worlds):
-    """A small case on the device; keyword arguments replace whole parts of it."""
+    """Run a small case on the device; its tables are replaced by keyword arguments."""
 
     def run(**parts):
         chosen = {
@@ -63,7 +63,7 @@ def judged(worlds):
 
 @pytest.fixture
 def mistaken(monkeypatch, judged):
-    """A case passes, and does not with a name put otherwise: what is found then."""
+    """Return the findings of a case that passes until a name is replaced."""
 
     def run(owner, name, mistake, **parts):
         right = judged(**parts)
@@ -80,7 +80,7 @@ def mistaken(monkeypatch, judged):
 
 
 class ForgetsDevices:
-    """torch, but what it makes by itself is on the CPU."""
+    """torch with an arange() that ignores the device."""
 
     def __getattr__(self, name):
         return getattr(torch, name)
@@ -119,8 +119,8 @@ class TestCertainDefects:
         assert "equality." in mistaken(reference_division, "quotient", torch.div, system=system)
 
     def test_2_judge_division_by_number_is_found(self, mistaken):
-        # In fp32 seven times a number of bf16 is exact, and a seventh of it; its product with 1 / 7
-        # is not.
+        # In fp32 seven times a bf16 value is exact, and so is its division by 7. The product with
+        # 1 / 7 is not.
         found = mistaken(
             exact_judge,
             "quotient",

@@ -1,4 +1,4 @@
-"""A campaign on a device, and what it finds: kept and repeated there."""
+"""A campaign on a device, whose findings are kept and replayed there."""
 
 import json
 
@@ -26,13 +26,13 @@ def test_campaign_runs_on_device(tmp_path):
 
 @pytest.fixture
 def broken(monkeypatch):
-    """A system that gathers no params."""
+    """Break the system: it gathers no params."""
     monkeypatch.setattr(unit, "all_gather", lambda *args, **kwargs: None)
 
 
 @pytest.fixture
 def found(tmp_path, broken):
-    """What a campaign of few cases finds."""
+    """The corpus folder and first finding of a short campaign."""
     done = fuzz(tmp_path, "--cases", "10")
     assert done.exit_code == 1, done.output
     return tmp_path, json.loads(done.stdout)["findings"][0]

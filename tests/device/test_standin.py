@@ -1,4 +1,4 @@
-"""The stand-in device refuses what CUDA refuses, and computes as it where that is known."""
+"""The stand-in device: CUDA's refusals, and CUDA's results where they are known."""
 
 import subprocess
 import sys
@@ -162,7 +162,7 @@ class TestStreams:
 
 
 def test_training_equals_cpu_training():
-    """Kernels, autograd and an optimizer, on whole numbers, which no kernel rounds."""
+    """Kernels, autograd and an optimizer agree on whole numbers, which no kernel rounds."""
 
     def trained(device):
         model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))

@@ -1,4 +1,4 @@
-"""A first visit to GPUs runs to its end on the stand-in device, and what fails there is kept."""
+"""A first visit to GPUs, run on the stand-in device, and its bundles of failing cases."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from zero_sim.zero import unit
 
 @pytest.fixture(scope="module")
 def visit(tmp_path_factory):
-    """A whole visit by the command: what it printed, and its report."""
+    """Report of a complete visit by the command."""
     path = tmp_path_factory.mktemp("visit") / "report.json"
     asked = ("doctor", "--gpu", "--gpu-report", str(path))
     done = subprocess.run(

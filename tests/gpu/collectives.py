@@ -1,7 +1,7 @@
-"""A program of the collectives in which NCCL does what others do not; under torchrun, a check.
+"""Program of the collectives that NCCL implements differently, and its comparison under torchrun.
 
-`python -m torch.distributed.run ... -m tests.gpu.collectives nccl cuda` runs it on real ranks, and
-on simulated ones of one process besides, and says where they differ.
+`python -m torch.distributed.run ... -m tests.gpu.collectives nccl cuda` runs it on real ranks and
+on simulated ranks in one process, and prints the differences.
 """
 
 import os
@@ -21,7 +21,7 @@ def contribution(rank, elems, dtype):
 
 
 def program(rank, *, device, premul=True, uneven_gather=True):
-    """All results of a rank by name, on the CPU."""
+    """Return all results of a rank by name, on the CPU."""
     size, results = dist.get_world_size(), {}
 
     def mine(elems, dtype=torch.float32):
@@ -35,7 +35,7 @@ def program(rank, *, device, premul=True, uneven_gather=True):
             x = mine(ELEMS, dtype)
             dist.all_reduce(x, op=dist._make_nccl_premul_sum(1 / 3))
             results[f"PREMUL_SUM {dtype}"] = x
-    # The last rank gets nothing.
+    # The last rank receives nothing.
     shares = [10 * (size - 1 - each) for each in range(size)]
     out = torch.empty(shares[rank], device=device)
     dist.reduce_scatter(out, list(mine(sum(shares)).split(shares)))
@@ -53,7 +53,7 @@ def program(rank, *, device, premul=True, uneven_gather=True):
 
 
 def differences(real, simulated):
-    """Names of the results that differ in any bit."""
+    """Return the names of results that differ in any bit."""
     assert real.keys() == simulated.keys()
     return [name for name, value in real.items() if not torch.equal(value, simulated[name])]
 

@@ -1,4 +1,4 @@
-"""What needs a GPU says so where there is none; what a stand-in can do runs on the stand-in."""
+"""Fixtures that skip tests if the machine has neither a GPU nor a sufficient stand-in."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture
 def device():
-    """The accelerator's name: `cuda`, or that of the stand-in device under `make device`."""
+    """Name of the accelerator: `cuda`, or the stand-in device under `make device`."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         pytest.skip("needs a GPU that torch can use, or `make device`")
@@ -15,7 +15,7 @@ def device():
 
 @pytest.fixture
 def gpu():
-    """A GPU, where no stand-in will do."""
+    """Name of a real GPU, for tests that the stand-in cannot run."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU that torch can use")
     return "cuda"

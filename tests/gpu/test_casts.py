@@ -1,4 +1,4 @@
-"""Casts to narrow dtypes give the bits of the CPU: they are rounded to nearest, ties to even."""
+"""Casts to narrow dtypes against the CPU: rounded to nearest, ties to even."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def bits(values):
-    """The bits of each value, one number for all NaNs, whose payloads carry nothing."""
+    """Return the bits of each value, with one number for all NaNs regardless of payload."""
     words = values.view(WORDS[values.element_size()]).int()
     return words.masked_fill(values.float().isnan(), -(1 << 20))
 
@@ -19,7 +19,7 @@ def every_value(dtype):
 
 
 def around_the_middles():
-    """fp32 values on, next to and between those of bf16, of every sign and exponent."""
+    """Return fp32 values on, next to and midway between bf16 values of every sign and exponent."""
     upper = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32) << 16
     lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
     return (upper.unsqueeze(1) | lower).reshape(-1).view(torch.float32)

@@ -1,4 +1,4 @@
-"""Checkpoints of a device: every form reloads into other worlds, through pinned memory, too."""
+"""Checkpoints of a device: every form reloads into other worlds, also from pinned memory."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""AVG, PREMUL_SUM, uneven lists and zero splits: NCCL as simulated, a device as the CPU."""
+"""AVG, PREMUL_SUM, uneven lists and zero splits: NCCL equals the simulation, devices the CPU."""
 
 import os
 import subprocess
@@ -39,7 +39,7 @@ def test_simulated_collectives_on_device_match_cpu(device, order):
 
 
 def test_gloo_matches_simulated_collectives():
-    """Without a GPU at least all but NCCL is run."""
+    """Without a GPU, this runs everything but NCCL."""
     done = on_real_ranks("gloo", "cpu", size=3)
     assert done.returncode == 0, done.stdout + done.stderr
 

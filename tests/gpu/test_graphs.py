@@ -1,4 +1,4 @@
-"""A step replayed as a CUDA graph gives the bits of the step itself."""
+"""CUDA graphs: a replayed step gives the bits of the eager step."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_replayed_step_equals_eager_step(gpu, tmp_path, with_nccl):
         model, optimizer, batches = make()
         held, side = batches[0].clone(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        # The first step makes the state, outside of the graph; what is captured is not run.
+        # The first step creates optimizer state outside the graph, because a capture runs nothing.
         with torch.cuda.stream(side):
             step(model, optimizer, held, group=group)
         torch.cuda.current_stream().wait_stream(side)

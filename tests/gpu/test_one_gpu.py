@@ -1,4 +1,4 @@
-"""The simulated world on a GPU, NCCL with one rank, and several ranks that share the GPU."""
+"""One GPU: the simulated world, NCCL with one rank, and ranks that share the GPU."""
 
 import os
 import subprocess

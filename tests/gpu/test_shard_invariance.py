@@ -1,4 +1,4 @@
-"""Whether an optimizer gives an element the same bits wherever a shard begins."""
+"""Optimizers: an element gets the same bits for every start of its shard."""
 
 import pytest
 import torch
@@ -28,6 +28,6 @@ def test_adamw_gives_same_bits_at_every_offset(device, kernel):
     values, *grads = (torch.randn(ELEMS, generator=generator).to(device) for _ in range(4))
     whole = stepped(values.clone(), [grad.clone() for grad in grads], kernel)
     for offset in range(65):
-        # Views into one buffer, so that the address is as odd as in a shard.
+        # Views into one buffer have the unaligned addresses of shards.
         own, *own_grads = (each.clone()[offset:] for each in (values, *grads))
         assert torch.equal(stepped(own, own_grads, kernel), whole[offset:]), offset

@@ -1,4 +1,4 @@
-"""Ranks on streams of their own, and memory that is copied while a program goes on."""
+"""Ranks on separate streams, and asynchronous copies to pinned memory."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import torch.distributed as dist
 from zero_sim.sim import World
 
 ELEMS = 1 << 20
-"""So many that a copy or a sum is not over before the next line is reached."""
+"""Enough for a copy or sum to outlast the next Python line."""
 
 
 @pytest.mark.parametrize("timing", ["eager", "lazy", "hostile"])
@@ -30,7 +30,7 @@ def test_side_stream_collective_sees_writes_of_its_stream(device, timing):
 
 
 def test_collective_matches_ranks_on_different_streams(device):
-    """One on the default stream, one on another."""
+    """Rank 0 uses the default stream, rank 1 another one."""
 
     def program(rank):
         module = torch.get_device_module(device)
@@ -50,7 +50,7 @@ def test_collective_matches_ranks_on_different_streams(device):
 
 
 def test_state_in_pinned_memory_is_complete_after_event(device):
-    """As asynchronous checkpoints do: copies on a side stream, while training goes on."""
+    """Asynchronous checkpoints copy on a side stream while training continues."""
     module = torch.get_device_module(device)
     params = [torch.full((ELEMS,), float(index), device=device) for index in range(4)]
     kept = [torch.empty(ELEMS, pin_memory=True) for _ in params]

@@ -1,44 +1,46 @@
-"""The stand-in device: an accelerator without hardware, for tests of what would run on a GPU.
+"""The stand-in device: an accelerator without hardware, for tests of code that would run on a GPU.
 
-It is registered under torch's key for devices of others, PrivateUse1, as `standin`; there are two
-of it, `standin:0` and `standin:1` (more with STANDIN_DEVICES). Its memory is the CPU's, and the
-CPU's kernels compute on it. What it shares with CUDA is what a program can get wrong without a GPU:
+It is registered as `standin` under PrivateUse1, torch's key for third-party devices. There are two
+devices, `standin:0` and `standin:1` (more with STANDIN_DEVICES). Memory and kernels are the CPU's.
 
-- Tensors of two devices do not mix, and where CUDA takes a tensor of the CPU it does: one without
-  dimensions in pointwise operations, and indices within brackets.
-- A division by a number, or by a tensor without dimensions of the CPU, is a product with the
-  rounded reciprocal, in fp32 for 16-bit values. `torch._foreach_div` divides truly, as on CUDA.
-- Its addresses are multiples of 512 where an allocation begins, and no addresses of the process:
-  the CPU that touches one ends with a segmentation fault. Fresh memory holds NaNs.
-- It draws random numbers from generators of its own.
-- Streams: what is issued to a stream other than the default one and only writes tensors that are
-  there already is done when somebody waits for it, and not before: by `synchronize`, an event, a
-  `wait_stream`, or an operation of the same stream that gives a new tensor. What is copied to
-  pinned memory with `non_blocking` lands when the stream, an event behind it, or the device is
-  synchronised, on the default stream, too; what is copied from there is read when the stream's next
-  operation is issued. An event or a stream that is asked whether it is done says no once, and then
-  is done.
-- Autograd has a thread for each of it, and optimizers choose `foreach` by themselves.
+It behaves like CUDA in everything that a program can get wrong without a GPU:
 
-What is not CUDA's about it:
+- Tensors of two devices do not mix. CPU tensors are accepted only if CUDA accepts them: without
+  dimensions in pointwise operations, and as indices within brackets.
+- Division by a number, or by a CPU tensor without dimensions, multiplies by the rounded
+  reciprocal, in fp32 for 16-bit values. `torch._foreach_div` divides exactly, as on CUDA.
+- Allocations begin at multiples of 512. Addresses are outside the process, so the CPU gets a
+  segmentation fault if it touches one. Fresh memory holds NaNs.
+- Each device has its own random generators.
+- Streams: on a stream other than the default, an operation that only writes existing tensors runs
+  when something waits for it: `synchronize`, an event, `wait_stream`, or an operation of the same
+  stream that returns a new tensor.
+- Pinned memory: a `non_blocking` copy to it lands when its stream, a later event or the device is
+  synchronised, on the default stream too. A copy from it reads when the stream's next operation is
+  issued.
+- The first query of a pending event or stream returns False, all later ones True.
+- Autograd has a thread per device, and optimizers choose `foreach` by default.
 
-- Bits: products, sums, roots and all that is not a division by a number are the CPU's. It says
-  nothing of cuBLAS, of TF32, of FMA, of atomic additions or of how kernels split a sum; rounding
-  modes of a division (`floor`, `trunc`) are the CPU's, too.
-- Operations of the default stream are done when they are issued, and so are those of other streams
-  that give new tensors: a wait that is missing shows only where it is for an operation in place or
-  with `out=`, or for a copy. What is freed while a stream uses it stays until it is used.
-- `module.to` makes new params; to CUDA it moves them in place. So it is with all devices of others.
+It differs from CUDA in these points:
+
+- Bits: everything but division by a number gives the CPU's bits. Nothing follows for cuBLAS, TF32,
+  FMA, atomic additions or the splitting of sums in kernels. Rounding modes of a division (`floor`,
+  `trunc`) are the CPU's, too.
+- Operations of the default stream run when they are issued, and so do operations of other streams
+  that return new tensors. So a missing wait shows only for an operation in place, one with `out=`,
+  or a copy. Memory that is freed while a stream uses it stays until it was used.
+- `module.to` makes new params, as for all third-party devices; CUDA moves them in place.
 - Memory is never short, and nothing is slow. There are no graphs, no fused optimizers, no autocast
-  kernels, no peer access to be turned on, and no NCCL.
-- Refusals have CUDA's meaning and torch's general words, not always CUDA's words.
+  kernels, no peer access to enable, and no NCCL.
+- Refusals have CUDA's meaning, but torch's general words.
 
-Where it is known, zero_sim's NCCL is `tests.backends.standin_nccl` on it, so that all around NCCL
-is run with its memory: gloo moves copies of it, and every rank adds round NCCL's ring by itself.
+In processes that load the device, `tests.backends.standin_nccl` replaces zero_sim's NCCL, so that
+all code around NCCL runs with device memory: gloo moves copies of it, and every rank adds in the
+order of NCCL's ring by itself.
 
-`load()` registers it in this process, for good: so tests that need it run in a process of their
-own. `python -m tests.standin COMMAND...` runs a command where every process knows the device from
-the start of torch on, as it would with the package of a hardware vendor.
+`load()` registers the device in this process permanently, so tests that need it run in separate
+processes. `python -m tests.standin COMMAND...` runs a command whose processes all load the device
+together with torch, as with a hardware vendor's package.
 """
 
 from __future__ import annotations
@@ -54,11 +56,11 @@ from typing import Any
 NAME = "standin"
 ROOT = Path(__file__).parents[2]
 _PACKAGE = Path(__file__).with_name("installed")
-"""Tells torch by an entry point, as a vendor's package does, to load the device."""
+"""Folder with an entry point by which torch loads the device, as with a vendor's package."""
 
 
 def load() -> None:
-    """Register the device in this process; built before, where it has not been."""
+    """Register the device in this process, and build it first if necessary."""
     import torch
 
     from tests.standin import build, device
@@ -70,12 +72,12 @@ def load() -> None:
     torch._register_device_module(NAME, device)
     torch.ops.load_library(path)
     torch.utils.generate_methods_for_privateuse1_backend()
-    # torch is not whole yet, and a process that only uses torch need not import zero_sim.
+    # Import zero_sim later: torch is only partly loaded, and the process may never use zero_sim.
     sys.meta_path.insert(0, _WithNccl())
 
 
 class _WithNccl(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Has the stand-in for NCCL installed once zero_sim knows of transports."""
+    """Import hook that installs the stand-in for NCCL after zero_sim's transports."""
 
     _AFTER = "zero_sim.backends.transports"
 
@@ -102,6 +104,6 @@ class _WithNccl(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, with the device for all that is started in it."""
+    """Return this process's environment, extended so that child processes load the device."""
     paths = [str(ROOT), str(_PACKAGE), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}

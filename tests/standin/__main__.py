@@ -1,4 +1,4 @@
-"""`python -m tests.standin COMMAND...`: a command whose processes all know the stand-in device."""
+"""`python -m tests.standin COMMAND...`: run a command whose processes all load the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.standin.build import build
 
 
 def main(command: list[str]) -> None:
-    """Build the device, then become the command."""
+    """Build the device, then replace this process by the command."""
     if not command:
         sys.exit(
             "expected a command. Try python -m tests.standin zero-sim run --device standin PATH"

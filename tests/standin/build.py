@@ -1,6 +1,6 @@
-"""The stand-in device's extension: built once for each source and torch, and kept.
+"""Build of the stand-in device's extension, cached for each source and torch version.
 
-One call of the compiler, and no ninja; other processes wait at a lock until the first has built it.
+One call of the compiler, without ninja. Other processes wait at a lock until the first one is done.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ SOURCE = Path(__file__).with_name("standin.cpp")
 
 
 def cache_folder() -> Path:
-    """Where torch keeps extensions that are built at need."""
+    """Return the folder in which torch keeps extensions built on demand."""
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     return Path(chosen) if chosen else Path.home() / ".cache" / "torch_extensions"
 
 
 def library_path() -> Path:
-    """Where the built extension lies, whether it is there or not."""
+    """Return the path of the built extension, even if it does not exist yet."""
     told = (SOURCE.read_bytes(), torch.__version__.encode(), torch.__file__.encode())
     key = hashlib.blake2b(b"\0".join(told), digest_size=8).hexdigest()
     return cache_folder() / "zero_sim_standin" / key / "standin.so"
 
 
 def build() -> Path:
-    """Build the extension where it is not there yet; returns where it is.
+    """Build the extension if it does not exist, and return its path.
 
     Raises:
-        RuntimeError: There is no compiler, or it fails.
+        RuntimeError: If there is no compiler, or it fails.
     """
     path = library_path()
     if path.exists():
@@ -71,5 +71,5 @@ def _compile(path: Path) -> None:
             f"expected {SOURCE} to compile with torch {torch.__version__}, got exit status "
             f"{done.returncode} of {compiler}:\n{done.stderr[-4000:]}"
         )
-    # Whoever finds it finds it whole.
+    # Atomic, so that no process sees a partial file.
     unfinished.rename(path)

@@ -1,4 +1,4 @@
-"""The stand-in device as torch's Python side asks for it: `torch.standin`."""
+"""The module `torch.standin`, through which torch's Python code uses the stand-in device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAME = "standin"
 
 
 class Stream(torch.Stream):
-    """A stream of the current device unless another is named."""
+    """A stream of the given device, by default the current one."""
 
     def __new__(cls, device: Any = None, priority: int = 0, **known: Any) -> Stream:
         if known:

@@ -1,7 +1,7 @@
-"""A gloo group for the stand-in device: what it moves goes through copies in the CPU's memory.
+"""gloo group for the stand-in device, which moves data through copies in CPU memory.
 
-It has the methods of a process group that `zero_sim.backends.folding` calls. Each is over when it
-returns, but for `send` and `recv`, whose work has to be waited for.
+It has the process group methods that `zero_sim.backends.folding` calls. All complete before they
+return, except `send` and `recv`, whose work must be waited for.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class _Work(dist.Work):
-    """A work of gloo, and what is left to do when it is over."""
+    """A gloo work, and the function to call when it completes."""
 
     def __init__(self, inner: Any, finish: Callable[[], None]) -> None:
         super().__init__()
@@ -32,10 +32,10 @@ class _Work(dist.Work):
 
 
 class Staged:
-    """A group of gloo.
+    """A gloo group that accepts tensors of the stand-in device.
 
     Args:
-        inner: The group.
+        inner: The gloo group, for CPU tensors.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -51,7 +51,7 @@ class Staged:
         self._inner.abort()
 
     def barrier(self, options: Any) -> Any:
-        # Without the device that it names, which gloo does not know.
+        # Drop the options, which name a device unknown to gloo.
         return self._inner.barrier(dist.BarrierOptions())
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> Any:
@@ -84,7 +84,7 @@ class Staged:
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Any:
         staged = [tensor.cpu() for tensor in tensors]
-        # What is sent has to stay until then.
+        # Keep the copies alive until the send completes.
         return _Work(self._inner.send(staged, peer, tag), staged.clear)
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Any:

@@ -1,4 +1,4 @@
-"""The stand-in device is built, and cases pass on it; all of it is run by `make device`."""
+"""The stand-in device: its build and a few cases. `make device` runs all its tests."""
 
 import subprocess
 import sys
