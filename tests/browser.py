@@ -1,4 +1,4 @@
-"""A real browser, for tests of pages."""
+"""Browser for tests of pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOO_WIDE = "document.documentElement.scrollWidth > window.innerWidth"
 
 
 class Page:
-    """A page in a browser that is spoken to through two pipes, in the protocol of its tools."""
+    """A page in a browser that is controlled by the DevTools protocol over two pipes."""
 
     def __init__(self, process, to_browser, from_browser):
         self._process = process
@@ -76,7 +76,7 @@ class Page:
 
 @contextlib.contextmanager
 def open_browser(profile):
-    """A page in a new browser.
+    """Open a page in a new browser.
 
     Args:
         profile: Empty folder for the browser's files.
@@ -85,7 +85,7 @@ def open_browser(profile):
     from_browser, written_by_it = os.pipe()
 
     def as_three_and_four():
-        # Copies above both places, so that neither is closed before it is copied.
+        # Copies above both descriptors, so that neither is closed before it is copied.
         spare = [fcntl.fcntl(each, fcntl.F_DUPFD, 10) for each in (read_by_it, written_by_it)]
         for place, each in zip((3, 4), spare, strict=True):
             os.dup2(each, place)

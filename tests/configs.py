@@ -1,4 +1,4 @@
-"""Configurations of the engine from flat settings."""
+"""Engine configurations from flat settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LAYOUT = {field.name for field in fields(LayoutPolicy)}
 
 
 def zero_config(**settings):
-    """Return a configuration; settings of its layout stand beside the others."""
+    """Return a configuration; settings of its layout are keyword arguments too."""
     layout = {name: settings.pop(name) for name in _LAYOUT & settings.keys()}
     if layout:
         settings["layout"] = LayoutPolicy(**{"bucket_elems": 40_000_000, **layout})

@@ -1,4 +1,4 @@
-"""Profiles of Hypothesis, and worlds shared by all tests: opening one costs more than a test."""
+"""Hypothesis profiles and shared worlds, because opening a world costs more than a test."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_terminal() -> Iterator[None]:
-    """What is printed depends neither on the terminal of who runs the tests nor on their taste."""
+    """Make printed output independent of the terminal and the user's settings."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "80")
         for name in ("NO_COLOR", "FORCE_COLOR", "PY_COLORS", "PYTEST_ADDOPTS"):
@@ -48,7 +48,7 @@ def _one_terminal() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _interrupts_heard() -> Iterator[None]:
-    """A shell starts a job in the background deaf to Ctrl-C, and so all that the job starts."""
+    """Restore Ctrl-C, which shells disable for background jobs and all their children."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -57,11 +57,11 @@ def _interrupts_heard() -> Iterator[None]:
 
 
 class _RanksEnded:
-    """In the place of the event that all ranks of a run have ended; see `StallClock`."""
+    """Replacement for the event that all ranks of a run have ended; see `StallClock`."""
 
     def __init__(self) -> None:
         self.looks = threading.Semaphore(0)
-        """Of the thread that watches over the ranks, beginning to wait."""
+        """Released each time the watching thread begins to wait."""
         self.over = threading.Semaphore(0)
         self._is_set = False
 
@@ -80,15 +80,15 @@ class _RanksEnded:
 
 
 class StallClock:
-    """The stall limits of worlds: they are over when a rank says so, and at no other time."""
+    """Stall limits that expire only when a rank requests it."""
 
     def __init__(self) -> None:
         self.run = _RanksEnded()
-        """Of the latest run."""
+        """Event of the latest run."""
         self._ran_out = False
 
     def passes(self, *, times: int) -> None:
-        """Let the limit pass so often, and each time see what comes of it."""
+        """Let the limit expire `times` times, and wait for the reaction each time."""
         for _ in range(times):
             self.run.looks.acquire()
             self.run.over.release()
@@ -96,17 +96,17 @@ class StallClock:
         self.run.looks.release()
 
     def runs_out(self) -> bool:
-        """True; let the limit pass for good, for a rank that has nothing else to do from now on."""
+        """Let the limit expire for good, for a rank with nothing left to do, and return True."""
         if not self._ran_out:
             self._ran_out = True
-            # Once to see how far the ranks are, and once more to see them no further.
+            # The first look records the ranks' progress, the second finds none since.
             self.run.over.release(2)
         return True
 
 
 @pytest.fixture
 def stall_clock(monkeypatch: pytest.MonkeyPatch) -> StallClock:
-    """A clock that decides in place of the real one when a rank is stalled."""
+    """A clock that replaces real time in deciding when a rank is stalled."""
     clock, right = StallClock(), World._new_run
 
     def new_run(world: World, log: EventLog) -> Run:
@@ -121,7 +121,7 @@ def stall_clock(monkeypatch: pytest.MonkeyPatch) -> StallClock:
 
 @pytest.fixture
 def with_enough_time() -> Callable[..., Any]:
-    """Call with a time limit, and with longer ones while it was too short for this busy machine."""
+    """Call with a time limit, and with longer ones if it was too short for a busy machine."""
 
     def call(
         attempt: Callable[[float], Any], *, seconds: float, fits: Callable[[Any], bool]
@@ -145,7 +145,7 @@ def _open_worlds() -> Iterator[dict[int, World]]:
 
 @pytest.fixture
 def world_of(_open_worlds: dict[int, World]) -> Callable[..., World]:
-    """A shared world of the wanted size, set to the defaults or to what is given."""
+    """A shared world of the requested size, with default or given settings."""
 
     def get(
         size: int,
@@ -189,7 +189,7 @@ def lone_group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
 
 @pytest.fixture
 def run_ranks(world_of: Callable[..., World]) -> Callable[..., Any]:
-    """Run `program(rank)` on simulated ranks; returns the results in rank order and the log."""
+    """Run `program(rank)` on simulated ranks and return the results in rank order and the log."""
 
     def run(world_size: int, program: Callable[[int], Any]) -> Any:
         world = world_of(world_size)
@@ -200,14 +200,14 @@ def run_ranks(world_of: Callable[..., World]) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorldPool]:
-    """Worlds for cases, kept open."""
+    """Worlds for cases, reused by all tests."""
     with WorldPool() as worlds:
         yield worlds
 
 
 @pytest.fixture
 def judged(pool: WorldPool) -> Callable[..., CaseResult]:
-    """Run a small case; keyword arguments replace whole parts of it."""
+    """Run a small case whose tables are replaced by keyword arguments."""
 
     def run(
         target: Any = None, *, turns: Any = (), keep_logs: bool = False, **parts: Any
@@ -228,7 +228,7 @@ def judged(pool: WorldPool) -> Callable[..., CaseResult]:
 
 @pytest.fixture
 def broken() -> Iterator[Callable[[str], None]]:
-    """Break the system as the mutant of an id does, to the end of the test."""
+    """Apply the mutant with the given id until the end of the test."""
     with ExitStack() as stack:
 
         def apply(id: str) -> None:

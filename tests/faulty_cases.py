@@ -1,4 +1,4 @@
-"""A strategy of cases with one planned fault, which must be found."""
+"""Strategy of cases with one planned fault that must be found."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from zero_sim.scenario.spec import (
 
 
 def faulty_scenarios(*, ranks_max: int = 4, steps_max: int = 3) -> st.SearchStrategy[Scenario]:
-    """Cases with one planned fault that must be found; each passes only if it is.
+    """Draw cases with one planned fault; each passes only if the fault is found.
 
-    A rank that stops, or a sum of gradients in which one rank's share is changed, lost or counted
-    twice. Every element of every gradient is nonzero and in the sum, so that nothing hides it.
+    A rank stops, or one rank's contribution to a sum of gradients is changed, lost or counted
+    twice. Every gradient element is nonzero and summed, so nothing hides the fault.
 
     Args:
         ranks_max: Most ranks, of at least 2.
@@ -43,12 +43,12 @@ def _faulty_case(choices: Choices, *, ranks_max: int, steps_max: int) -> Scenari
     world_size = choices.integer(2, ranks_max)
     swarm = Swarm(choices)
     names: list[ModelName] = ["params"]
-    # A gradient that is frozen for a while, or not in all losses, is nothing to change.
+    # Frozen gradients, and those in only some losses, could hide the fault.
     model = drawn_model(choices, ranks=world_size, names=names, swarm=swarm)
     model = replace(model, unused=(), one_rank=(), freeze=())
     sizes = [spec.numel for spec in param_specs(model)]
     system = drawn_system(choices, ranks=world_size, sizes=sizes, swarm=swarm)
-    # Shards of one length, with nothing in them but what somebody owns; and one place for each sum.
+    # Equal shards without unowned elements, and one reduction per gradient.
     system = replace(
         system,
         stage=1,
@@ -91,11 +91,11 @@ _FAULTS = (
     (FaultSpec(kind="drop", rank=0, collective="reduce_scatter"), Check.EQUALITY_GRAD),
     (FaultSpec(kind="duplicate", rank=0, collective="reduce_scatter"), Check.EQUALITY_GRAD),
 )
-"""Faults, and the check that must find each."""
+"""Faults, each with the check that must find it."""
 
 
 def _summing(scenario: Scenario) -> Scenario:
-    """The case with its first sum holding at least one element that is not padding."""
+    """Return the case with at least one element besides padding in its first sum."""
     shapes = scenario.model.shapes
     if shapes is None or (math.prod(shapes[0]) and math.prod(shapes[-1])):
         return scenario

@@ -1,10 +1,10 @@
-"""The house in figures: size by room, shapes of classes and functions, prose, the smallest case.
+"""Figures of the code base: size by room, shapes of classes and functions, prose, smallest case.
 
     python -m tests.house           print today's figures
     python -m tests.house --lower   write figures that fell to budgets.json, and new ones
 
 `test_budgets.py` fails if a figure rises above `budgets.json`. To raise one, edit the file in a
-commit of its own that says why.
+separate commit that gives the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROAD_SCENARIO, ROAD_DTYPE = ROOT / "scenarios/smoke/mlp.toml", "bf16"
 
 ATTRIBUTES_GOAL, FIELDS_GOAL, PARAMETERS_GOAL = 12, 16, 8
 PUBLIC_RECORDS = {"World", "SystemSpec", "Finding", "Place"}
-"""Their fields are TOML keys, JSON fields and public keywords."""
+"""Exempt records: their fields are TOML keys, JSON fields and public keywords."""
 HEADLESS = {
     "What", "Whether", "How", "Of", "By", "As", "Where", "With", "In", "That", "Which", "Those",
 }  # fmt: skip
@@ -38,7 +38,7 @@ SPEECH = {
     "ask", "asks", "asked", "hear", "hears", "heard",
 }  # fmt: skip
 WATCHED_WORDS = ("what", "of", "that", "one", "where", "whether")
-"""Words that stand for a missing noun; other libraries of the field have a tenth as many `what`."""
+"""Words that replace a missing noun; comparable libraries use `what` a tenth as often."""
 
 
 def read_modules() -> dict[Path, str]:
@@ -53,7 +53,7 @@ def room_of(path: Path) -> str:
 
 
 def _docs(tree: ast.AST) -> Iterator[tuple[str, ast.Constant]]:
-    """Docstrings, and the strings under fields, each with the kind of its owner."""
+    """Yield docstrings and strings under fields, each with the kind of its owner."""
     kinds = {ast.Module: "module", ast.ClassDef: "class", ast.FunctionDef: "function"}
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
@@ -64,14 +64,14 @@ def _docs(tree: ast.AST) -> Iterator[tuple[str, ast.Constant]]:
 
 
 def _comments(source: str) -> Iterator[tuple[int, str, bool]]:
-    """Line number and text of each comment, and True if it has a line of its own."""
+    """Yield line number and text of each comment, and True if it has its own line."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string, token.line.lstrip().startswith("#")
 
 
 def measure_size(modules: dict[Path, str]) -> dict[str, float]:
-    """Count modules and lines, all of them and by room."""
+    """Count modules and lines, in total and by room."""
     figures: Counter[str] = Counter()
     for path, source in modules.items():
         lines = source.count("\n")
@@ -82,7 +82,7 @@ def measure_size(modules: dict[Path, str]) -> dict[str, float]:
 
 
 def measure_tests() -> int:
-    """Count lines of tests, which have no budget: a repair may always bring its test."""
+    """Count lines of tests, which have no budget because a fix must always bring its test."""
     files = (path for name in ("tests", "property_tests") for path in (ROOT / name).rglob("*.py"))
     return sum(path.read_text().count("\n") for path in files)
 
@@ -125,7 +125,7 @@ def _named_parameters(node: ast.FunctionDef) -> list[str]:
 
 
 def _modules_of_a_field(modules: dict[Path, str]) -> float:
-    """Modules in which a field's name is a word of the code or of a string that is no docstring."""
+    """Return the median number of modules that name a field in code or non-docstring strings."""
     (spec,) = (
         node
         for node in ast.walk(ast.parse(modules[PACKAGE / "scenario/spec.py"]))
@@ -177,22 +177,22 @@ def measure_prose(modules: dict[Path, str]) -> dict[str, float]:
 
 
 def measure_road() -> dict[str, float]:
-    """Run the smallest case in a process of its own and count what it enters and imports."""
+    """Run the smallest case in a new process and count the modules it enters and imports."""
     command = [sys.executable, "-m", "tests.house", "--road"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def _trace_road() -> dict[str, float]:
-    """Count modules entered, moves between rooms, and modules imported, in this process."""
+    """Count entered modules, moves between rooms and imported modules, in this process."""
     from zero_sim import load_scenario, run_case
     from zero_sim.scenario.load import load_cases
 
     names = [case.name for case in load_cases(ROAD_SCENARIO) if ROAD_DTYPE in case.name]
     case = load_scenario(ROAD_SCENARIO, case=names[0])
-    run_case(case)  # imports, and what is kept from case to case
+    run_case(case)  # warms imports and caches
     entered: set[str] = set()
-    # By thread: two are awake for a moment when the baton changes hands.
+    # By thread, because two run for a moment when the baton is passed.
     last: dict[int, str] = {}
     moves = 0
 
@@ -237,7 +237,7 @@ def measure_house() -> dict[str, float]:
 
 
 def lower(budgets: dict[str, float], figures: dict[str, float]) -> dict[str, float]:
-    """Return budgets without slack: the lower of each budget and figure, and no stale names."""
+    """Return budgets without slack: the lower of budget and figure, without stale names."""
     return {name: min(value, budgets.get(name, value)) for name, value in figures.items()}
 
 

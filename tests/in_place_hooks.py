@@ -1,4 +1,4 @@
-"""A target whose hooks change gradients in place while backward runs."""
+"""Target whose hooks change gradients in place during backward."""
 
 import torch.distributed as dist
 
@@ -6,7 +6,7 @@ from zero_sim.targets import Capabilities, Numerics, WholeParamEngine, plain_opt
 
 
 class InPlaceHooks:
-    """Averages gradients within hooks of tensors, in the memory that autograd hands them."""
+    """Engine that averages gradients in tensor hooks, in autograd's own memory."""
 
     name = "in-place-hooks"
     capabilities = Capabilities(stages=(0,))

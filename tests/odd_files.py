@@ -1,4 +1,4 @@
-"""Things in the place of a file that are none."""
+"""File system entries that are not regular files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def make_odd(path: Path, kind: str) -> None:
-    """Make a `fifo`, a `socket`, a `device`, a `folder`, or a link to itself or to nothing."""
+    """Make a `fifo`, `socket`, `device` or `folder`, or a link to itself or to nothing."""
     match kind:
         case "fifo":
             os.mkfifo(path)
@@ -21,7 +21,7 @@ def make_odd(path: Path, kind: str) -> None:
         case "device":
             path.symlink_to("/dev/zero")
         case "socket":
-            # A path of a socket may have about a hundred characters.
+            # Socket paths are limited to about 100 characters.
             here = os.open(path.parent, os.O_RDONLY)
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(f"/proc/self/fd/{here}/{path.name}")

@@ -1,4 +1,4 @@
-"""Names of torch 2.13, for tests that run with an older one."""
+"""Names of torch 2.13, for tests that run with older versions."""
 
 import torch.distributed as dist
 
@@ -9,7 +9,7 @@ _NAMES = {
 
 
 def provide_names() -> None:
-    """Give functions of an older torch the names that tests call them by."""
+    """Alias functions of an older torch to the names that tests use."""
     for new, old in _NAMES.items():
         if not hasattr(dist, new):
             setattr(dist, new, getattr(dist, old))

@@ -1,4 +1,4 @@
-"""A model of a target's own, and targets that have it."""
+"""A target's own model, and targets that train it."""
 
 from typing import ClassVar
 
@@ -11,7 +11,7 @@ from zero_sim.targets import Capabilities, Numerics, OwnModel, WholeParamEngine,
 
 
 class TinyText(nn.Module):
-    """A token model of torch's own layers, with a tied head, a layer used twice and dropout."""
+    """A token model of torch layers, with a tied head, a layer used twice and dropout."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ TINY = OwnModel(build=TinyText, batch=draw_text, loss=text_loss)
 
 
 class ByTypeEngine(WholeParamEngine):
-    """Averages the gradients of layers of the types that it knows."""
+    """Engine that averages only the gradients of known layer types."""
 
     kinds = (nn.Embedding, nn.LayerNorm, nn.Linear)
 
@@ -56,7 +56,7 @@ class ByTypeEngine(WholeParamEngine):
 
 
 class OwnModelTarget:
-    """Trains its own model alone."""
+    """Target that trains only its own model."""
 
     name = "own-model"
     models: ClassVar = {"tiny": TINY}
@@ -70,7 +70,7 @@ class OwnModelTarget:
 
 
 class ForgetsNorms(OwnModelTarget):
-    """Never reduces the gradients of `nn.LayerNorm`."""
+    """Target that never reduces the gradients of `nn.LayerNorm`."""
 
     class engine(ByTypeEngine):
         kinds = (nn.Embedding, nn.Linear)

@@ -1,11 +1,11 @@
-"""Hypothesis profiles: how many examples, and whether they are the same each time.
+"""Hypothesis profiles: number of examples and their seeds.
 
 The environment variable HYPOTHESIS_PROFILE chooses one.
 
-- `ci`, the default: the same examples each time, so that a commit passes or fails for its own sake.
-- `fast`: at most 25 examples, the same each time.
-- `dev`: other examples each time, and failures remembered in `.hypothesis`.
-- `nightly`: 5,000 examples, other ones each night, and all mutants in place of the core set.
+- `ci`, the default: fixed examples, so that only a commit's own changes can fail it.
+- `fast`: at most 25 fixed examples.
+- `dev`: new examples each time, with failures stored in `.hypothesis`.
+- `nightly`: 5,000 new examples each night, and all mutants instead of the core set.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ NIGHTLY_EXAMPLES = 5000
 
 
 def register_profiles() -> None:
-    """Tell Hypothesis of the profiles, and load the one that the environment names."""
-    # How fast a machine draws depends on who else uses it.
+    """Register the profiles and load the one named by the environment."""
+    # Speed depends on the machine's load.
     unchecked = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
     settings.register_profile("dev", deadline=None, suppress_health_check=unchecked)
     dev = settings.get_profile("dev")
@@ -31,7 +31,7 @@ def register_profiles() -> None:
 
 
 def is_nightly() -> bool:
-    """Whether the environment names the profile `nightly`."""
+    """Return True under the profile `nightly`."""
     return _chosen() == "nightly"
 
 
@@ -39,7 +39,7 @@ def at_most(examples: int) -> int:
     """Return the number of examples of a property, which the profile `fast` caps.
 
     Args:
-        examples: Number in all other profiles.
+        examples: Number under all other profiles.
     """
     return min(examples, FAST_EXAMPLES) if _chosen() == "fast" else examples
 

@@ -1,10 +1,10 @@
 """Proof that a change of text changed no code.
 
-    python -m tests.same_code BASE      compare the package here with the one of commit BASE
+    python -m tests.same_code BASE      compare this package with commit BASE
 
-Syntax trees must be equal once docstrings, the strings under fields, comments and the words of
-messages are set aside. A message is a string with a space in it; an f-string must still format the
-same values, in any order. Exits with 1 and the places that differ.
+Syntax trees must be equal apart from docstrings, strings under fields, comments and the words of
+messages. A message is a string that contains a space; an f-string must still format the same
+values, in any order. Prints the differences and exits with 1 if there are any.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _WithoutText(ast.NodeTransformer):
         values = [part for part in node.values if not isinstance(part, ast.Constant)]
         inner = [self.generic_visit(value) for value in values]
         if any(" " in text for text in texts):
-            # Words may trade places, so the order of the values is free.
+            # A reworded message may reorder its values.
             return ast.JoinedStr([ast.Constant("<message>"), *sorted(inner, key=ast.dump)])
         return ast.JoinedStr(node.values)
 

@@ -1,4 +1,4 @@
-"""The house does not grow: no figure rises above its budget but in a commit that says why."""
+"""Budgets of the code base: a figure may exceed its budget only by a commit with the reason."""
 
 import json
 from pathlib import Path
@@ -63,7 +63,7 @@ def test_lowering_never_raises():
 
 
 class TestFigures:
-    """The measuring itself, on one small module."""
+    """Measurements of two small modules."""
 
     SOURCE = '''"""Shards of a buffer."""
 from dataclasses import dataclass
@@ -99,7 +99,7 @@ class Wide:
         assert shape["most attributes of a class"] == 2
         assert shape["most fields of a record"] == 2
         assert shape["functions above 8 parameters"] == 1
-        # Of `left` in both modules, and of `stage` in one.
+        # `left` occurs in both modules, `stage` in one.
         assert shape["modules that name a field of SystemSpec, median"] == 1.5
 
     def test_prose(self, small):

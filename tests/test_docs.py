@@ -1,4 +1,4 @@
-"""The pages in docs/ say what is so: fields, checks, forms and jobs are those that there are."""
+"""Pages in docs/: the fields, checks, forms, jobs and examples on them exist and work."""
 
 import dataclasses
 import inspect
@@ -131,7 +131,7 @@ def test_every_torchrun_option_on_the_page_exists():
 
 
 def test_script_of_the_page_runs_by_its_commands(tmp_path, monkeypatch):
-    # The packages that it names are somebody's own.
+    # Skip the command for a third-party package.
     commands = [
         line
         for line in re.findall(r"^zero-sim (torchrun .*)", SCRIPTS, flags=re.MULTILINE)
@@ -147,7 +147,7 @@ def test_script_of_the_page_runs_by_its_commands(tmp_path, monkeypatch):
         assert "step 1 loss" in done.output
 
 
-# Slower than a quarter of a second: the script runs ten times.
+# Slow, because the script runs ten times.
 def test_tutorial_output_is_as_documented(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = (DOCS / "your-script.md").read_text()
@@ -199,7 +199,7 @@ def _python(page):
 
 
 class FlatEngine:
-    """The engine that a page cuts parts of: one flat buffer, padded to shards of one length."""
+    """Engine for the page's `parts`: one flat buffer, padded to equal shards."""
 
     def __init__(self, module, *, scenario, group):
         self.module, self.named = module, dict(module.named_parameters())
@@ -241,7 +241,7 @@ class FlatEngine:
 def test_documented_parts_cover_every_param():
     (code,) = [each for each in _python(TARGETS) if each.startswith("def parts")]
     names = {"flat_parts": targets.flat_parts}
-    exec(code, names)  # What a reader copies.
+    exec(code, names)  # the code that readers copy
 
     class Shows(FlatEngine):
         parts = names["parts"]
@@ -267,7 +267,7 @@ def test_documented_parts_cover_every_param():
 def test_documented_targets_of_ready_engines_pass(name):
     (code,) = [each for each in _python(TARGETS) if f"class {name}" in each]
     names = {}
-    exec(code, names)  # What a reader copies.
+    exec(code, names)  # the code that readers copy
     for optimizer in ("adamw", "sgd"):
         case = Scenario(
             schema=1, name="case", model=ModelSpec(name="params", shapes=((3,), (2, 2), ())),
@@ -292,7 +292,7 @@ def test_documented_engine_hooks_exist():
 
 def test_ten_line_target_conforms():
     names = {}
-    exec(compile(TEN, "test_mine.py", "exec"), names)  # What a reader copies.
+    exec(compile(TEN, "test_mine.py", "exec"), names)  # the code that readers copy
     names["test_mine"]()
 
 
@@ -319,7 +319,7 @@ def _without_times(text):
 def test_documented_target_with_token_scaled_losses_passes(declared, verdict):
     names = {"torch": torch, "Numerics": Numerics}
     (code,) = [page for page in _python(TARGETS) if "class ByTokensTarget" in page]
-    exec(TEN + code, names)  # What a reader copies.
+    exec(TEN + code, names)  # the code that readers copy
     target = names["ByTokensTarget"]()
     if not declared:
         target.numerics = Numerics()
@@ -343,7 +343,7 @@ def test_documented_targets_with_own_optimizer_pass(target):
     names = {}
     for code in _python(TARGETS):
         if re.search(r"class (Sign|Stepped)Target", code):
-            exec(code, names)  # What a reader copies.
+            exec(code, names)  # the code that readers copy
     case = Scenario(
         schema=1, name="case", model=ModelSpec(name="params", shapes=((3,), (2, 2), ())),
         world=WorldSpec(size=3), run=RunSpec(steps=3), system=spec.SystemSpec(stage=0),

@@ -1,4 +1,4 @@
-"""Engines that the page shows for one word of a declaration are right; faults in them are found."""
+"""Engines that docs/targets.md shows for single declarations: they pass, and faults are found."""
 
 import re
 from dataclasses import replace
@@ -48,12 +48,12 @@ def pool():
 
 @pytest.fixture
 def judged(pool):
-    """Judges a target that the page shows, with other methods of its engine or other numerics."""
+    """Judge a target of the page, optionally with other engine methods or numerics."""
 
     def judge(name, case, *, numerics=None, **methods):
         base, code = ([e for e in BLOCKS if f"class {cls}(" in e] for cls in ("Dealt", name))
         names = {}
-        exec(base[0] + code[0], names)  # What a reader copies.
+        exec(base[0] + code[0], names)  # the code that readers copy
         target = names[name]()
         engine = target.Engine
         wrapped = {key: _around(getattr(engine, key, None), new) for key, new in methods.items()}
@@ -65,7 +65,7 @@ def judged(pool):
 
 
 def _around(old, new):
-    """A method that is given the page's own one behind its engine."""
+    """Return a method that receives the engine and the page's original method."""
     return lambda self, *args, **named: new(self, old and partial(old, self), *args, **named)
 
 
@@ -81,7 +81,7 @@ def first(result):
 
 
 class TestUnscaled:
-    """Gradients told without the loss scale, before they are clipped."""
+    """Gradients reported after unscaling and before clipping."""
 
     NAME = "ScaledTarget"
     CASE = replace(
@@ -119,7 +119,7 @@ class TestUnscaled:
 
 
 class TestSkipping:
-    """Steps that are skipped without a loss scale, in an order that is not known."""
+    """Steps skipped without a loss scale, under an unknown order."""
 
     NAME, CASE = "SkippingTarget", replace(SMALL, world=WorldSpec(size=3, order_known=False))
 
@@ -138,7 +138,7 @@ class TestSkipping:
 
 
 class TestBuckets:
-    """Buckets of a size at most, in flight together, without control messages."""
+    """Buckets of limited size, in flight together, without control messages."""
 
     NAME = "BucketsTarget"
 
@@ -183,7 +183,7 @@ class TestBuckets:
 
 
 class TestPerOwner:
-    """Buckets of one owner each, which are reduced and gathered in one call."""
+    """Buckets with one owner each, reduced and gathered in one call."""
 
     NAME = "PerOwnerTarget"
 
@@ -202,7 +202,7 @@ class TestPerOwner:
 
 
 class TestCopies:
-    """Sums over copies of a shard, in a dtype and in a tensor of their own."""
+    """Sums over replicas of a shard, in a separate dtype and tensor."""
 
     NAME = "CopiesTarget"
 
@@ -232,7 +232,7 @@ class TestCopies:
 
 
 class TestUnsettled:
-    """Steps that begin while params of the step before are in flight."""
+    """Steps that begin while params of the previous step are in flight."""
 
     NAME = "LateTarget"
     CASE = replace(SHARDED, run=RunSpec(steps=4, micro_batches=2), optimizer=OptimizerSpec(lr=0.1))
@@ -248,7 +248,7 @@ class TestUnsettled:
 
 
 class TestWhole:
-    """Memory that is whole within a step, by a form of the target's own."""
+    """Unsharded memory within a step, declared by the target's own function."""
 
     NAME, CASE = "FreeingTarget", replace(SHARDED, system=SystemSpec(stage=2))
 

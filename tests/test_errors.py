@@ -1,4 +1,4 @@
-"""Errors: values in them are clipped, of whatever reader."""
+"""Errors of all readers, whose values are clipped."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The public names, and how little it costs to import them."""
+"""Public names, and the cost of importing them."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ SLOW = ("torch", "pydantic", "numpy", "hypothesis", "rich", "sklearn", "jinja2")
 
 
 def loaded_after(code):
-    """Which of the slow packages a fresh interpreter has after running some code."""
+    """Return the slow packages that a fresh interpreter has loaded after running some code."""
     script = f"{code}\nimport sys\nprint([name for name in {SLOW!r} if name in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
@@ -31,7 +31,6 @@ def test_version_is_exported():
 
 @pytest.mark.parametrize("name", zero_sim.__all__)
 def test_every_name_resolves_and_is_documented(name):
-    """Lazy, yet there."""
     assert getattr(zero_sim, name).__doc__
     assert name in dir(zero_sim)
 
@@ -62,5 +61,5 @@ def test_unknown_names_are_attribute_errors():
     ],
 )
 def test_imports_stay_light(code, may_load):
-    """`--help`, completion and collection answer at once because torch is not loaded."""
+    """`--help`, completion and collection are fast because torch is not loaded."""
     assert loaded_after(code) <= may_load

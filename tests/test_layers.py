@@ -1,4 +1,4 @@
-"""The import contracts hold, and a violation is caught."""
+"""Import contracts: the package keeps them, and a violation is caught."""
 
 import shutil
 import subprocess

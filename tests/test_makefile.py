@@ -1,4 +1,4 @@
-"""`make run` and `make test` say what they do, and how to go on."""
+"""Output of `make run` and `make test`: their actions and the next command."""
 
 import shutil
 import subprocess
@@ -19,7 +19,7 @@ def make(*arguments):
 
 @pytest.fixture
 def venv(tmp_path):
-    """An environment that is set up, whose tools say that they were called and fail."""
+    """A ready environment whose tools print their call and fail."""
     bins = tmp_path / "bin"
     bins.mkdir()
     for name in ("zero-sim", "python"):

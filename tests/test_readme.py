@@ -1,4 +1,4 @@
-"""What README and the first pages show works as shown."""
+"""Examples, commands and outputs of README and the first pages work as shown."""
 
 import re
 from importlib.metadata import entry_points
@@ -93,11 +93,11 @@ def test_every_path_on_the_pages_exists():
 UPSTREAM = (ROOT / "scenarios" / "upstream" / "README.md").read_text()
 CONSOLE = [*blocks(FINDING, "console"), *blocks(SCENARIOS, "console")]
 SHOWN = [each for page in (FINDING, SCENARIOS) for each in transcripts(page)]
-"""Each command of which the output is shown."""
+"""Commands with their documented output."""
 SELECTED, BROKEN, MENDED = SHOWN
 
 
-# Slower than a quarter of a second: two of its cases are the large toy that the block shows.
+# Slow, because two of its cases are the large model of the example.
 def test_output_of_selected_cases_is_as_documented(monkeypatch):
     monkeypatch.chdir(ROOT)
     command, shown = SELECTED
@@ -106,7 +106,7 @@ def test_output_of_selected_cases_is_as_documented(monkeypatch):
 
 @pytest.fixture
 def averaged(monkeypatch):
-    """SUM is AVG in `reduce_scatter_sum`, on the line where it stands."""
+    """Replace SUM by AVG in `reduce_scatter_sum`, without moving its line."""
     source = Path(collectives.__file__).read_text()
     start = source.index("def reduce_scatter_sum")
     stop = source.index("\ndef ", start)

@@ -1,4 +1,4 @@
-"""The house rules that a machine can check."""
+"""House rules that a machine can check."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 MODULE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
 INCLUSIVE = re.compile(r"\{[^{}]*(?:start|first|offset|reached)[^{}]*\} to (?:\"\s+f\")?\{.*")
-"""`{start} to {stop}`, which nobody can tell whether it is half-open; `[{start}, {stop})` is."""
+"""`{start} to {stop}`, which leaves open if stop is included. Write `[{start}, {stop})`."""
 
 
 def name_of(path):
@@ -55,7 +55,7 @@ CLOCKS = re.compile(r"\btime\.(time|perf_counter)\(|\btimeout=\d|\bcommunicate\(
 
 
 def test_no_test_reads_the_wall_clock():
-    """What hangs, pytest's own limit ends; what computing costs, the processor's time tells."""
+    """Use pytest's timeout for hangs and processor time for costs: both are robust under load."""
     found = {
         f"{path.name}:{number}": line.strip()
         for path in TESTS
@@ -68,22 +68,22 @@ def test_no_test_reads_the_wall_clock():
 
 UNPICKLERS = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "torch.load"}
 MAY_PICKLE = {
-    # Which a script calls, observed and widened.
+    # Calls of the user's script, observed and widened.
     "against/hooks.py": {"torch.load"},
     "against/native_dtypes.py": {"torch.load"},
-    "run/judges.py": {"pickle.dumps", "pickle.loads"},  # what this program's own processes answer
+    "run/judges.py": {"pickle.dumps", "pickle.loads"},  # results of this program's own processes
     "report/traces.py": {"pickle.dumps"},
-    "script/cuda.py": {"torch.load"},  # which a script calls, with a device put in its place
+    "script/cuda.py": {"torch.load"},  # a script's call, on a replaced device
     # Copies of arguments between threads of one process, as multiprocessing makes them.
     "script/parcel.py": {"pickle.Unpickler"},
     "script/started_ranks.py": {"pickle.dump"},  # the file by which torch reports an exception
-    "script/program.py": {"exec"},  # of the script that one wants to run
+    "script/program.py": {"exec"},  # the user's script
 }
-"""Modules that may, and what of it."""
+"""Allowed uses, by module."""
 
 
 def find_unpickling(source):
-    """What a module could take objects out of bytes with: names used, or imported otherwise."""
+    """Yield the names by which a module could unpickle or execute data."""
     tree = ast.parse(source)
     modules = set()
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""Tiers: slow tests are those that were measured so; the nightly run reports new ones."""
+"""Tiers: measured slow tests are marked, and the nightly run reports new ones."""
 
 import json
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ KEPT = "tests/mutants/test_smallest.py::test_the_case_finds_the_mutant[M01]"
 
 
 class Item:
-    """As much of a test as is marked."""
+    """The attributes of a pytest item that marking uses."""
 
     def __init__(self, node_id):
         self.nodeid = node_id

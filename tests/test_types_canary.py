@@ -1,4 +1,4 @@
-"""The type checker is awake: it reports errors planted for it."""
+"""Canary of the type checker: it reports planted errors."""
 
 import subprocess
 import sys

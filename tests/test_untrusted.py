@@ -1,4 +1,4 @@
-"""What comes from outside: shown so that it does nothing, read only where it is a file."""
+"""Untrusted input: text is printed harmlessly, and only regular files are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON of strangers becomes records, or one error that names the place."""
+"""Untrusted JSON: it becomes records, or one error that names the place."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_long_value_is_clipped_in_the_error():
 
 
 def test_only_the_first_error_is_reported():
-    """A million of them would take minutes and gigabytes."""
+    """A million errors would take minutes and gigabytes."""
     started = time.process_time()
     with pytest.raises(InvalidField, match=r"sizes\[0\]"):
         read(json.dumps({"leaves": [{"sizes": [""] * 300_000}]}))

@@ -1,4 +1,4 @@
-"""A first visit to a machine with GPUs, taken on the stand-in for NCCL."""
+"""A first visit to a machine with GPUs, on the stand-in for NCCL."""
 
 import json
 import sys
@@ -40,7 +40,7 @@ def run(path, *options):
 
 @pytest.fixture(scope="module")
 def whole(standin, tmp_path_factory):
-    """A whole visit: what it printed, and its report."""
+    """A complete visit: its output and its report."""
     path = tmp_path_factory.mktemp("visit") / "report.json"
     done = run(path)
     return done, json.loads(path.read_text())
@@ -64,7 +64,7 @@ def test_report_holds_machine_steps_and_probes(whole):
 
 @pytest.fixture
 def ungathered(monkeypatch):
-    """A system that gathers no params."""
+    """Break the system: it gathers no params."""
     with monkeypatch.context() as patch:
         patch.setattr(unit, "all_gather", lambda *args, **kwargs: None)
         yield patch

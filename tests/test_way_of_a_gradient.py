@@ -1,7 +1,7 @@
-"""How many modules of the simulated world a gradient passes from its hook to the shard of its sum.
+"""Modules on the path of a gradient, from its hook to its reduced shard.
 
-Who reads the way of a gradient reads all of them. Counted in one eager step of stage 1 without
-planned faults, on both ranks, hand-over of the baton included.
+Few, because a reader who follows a gradient reads all of them. Counted on both ranks in one eager
+step of stage 1 without planned faults, passing of the baton included.
 """
 
 import sys
@@ -19,7 +19,7 @@ SIM = "zero_sim.sim"
 
 @pytest.fixture(scope="module")
 def way():
-    """Names of the modules, of functions called from backward to the end of the reduction."""
+    """Names of the modules whose functions run from backward to the end of the reduction."""
     modules = set()
 
     def note(frame, event, arg):

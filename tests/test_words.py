@@ -1,4 +1,4 @@
-"""The words of the project: how docstrings begin, what identifiers are called, the glossary."""
+"""Words of the project: beginnings of docstrings, retired identifiers and the glossary."""
 
 import ast
 import io
@@ -10,17 +10,17 @@ ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted((ROOT / "zero_sim").rglob("*.py"))
 
 HEADLESS = ("From", "How", "Tells", "What", "When", "Where", "Whether", "Which", "Who", "Why")
-"""First words of a docstring that does not begin with what lives in the module."""
+"""First words of module docstrings that lack a noun."""
 
 RETIRED = frozenset({
     "carriage", "crew", "crews", "excused", "flight", "flights", "holders", "leg", "legs", "lent",
     "lifeline", "loan", "mail", "meetings", "nursery", "owing", "pace", "paces", "panel", "seat",
     "seats", "sight", "sights", "strike", "strikes", "tallies", "tally", "trades", "untold",
 })  # fmt: skip
-"""Words of the house that the field has other ones for; `docs/words.md` has those."""
+"""House words replaced by those of the field in `docs/words.md`."""
 
 ELSEWHERE = {
-    # Holders of references, and of units: the plain word.
+    # The plain word, for holders of references and units.
     "zero_sim/cost": {"holders"},
     "zero_sim/findings": {"holders"},
     "zero_sim/fuzz": {"holders"},
@@ -37,7 +37,7 @@ def name_of(path):
 
 
 def found_in_modules(find):
-    """Modules in which `find(source)` finds something, each with the findings."""
+    """Return the modules for which `find(source)` is not empty, with its result."""
     found = {name_of(path): find(path.read_text()) for path in MODULES}
     return {name: those for name, those in found.items() if those}
 

@@ -1,4 +1,4 @@
-"""Tiers of tests: fast ones for every change, all of them each night.
+"""Tiers of tests: fast ones for every change, all tests each night.
 
 A test is slow if it was measured above FAST_SECONDS of processor time; `slow_tests.json` lists
 these with their seconds, and collection marks them `slow`. KEPT_FAST lists tests that run on every
@@ -8,9 +8,9 @@ change although they take longer, because nothing faster fails when the code the
     python -m tests.tiers record measured.json rewrite slow_tests.json
     python -m tests.tiers check measured.json  fail if a test outgrew its tier
 
-Processor time counts the test's process and the children that it waited for, set-up and teardown
-included. The first test that needs a slow import pays for it, so new slow tests are run twice more
-in one process before they are recorded or reported.
+Processor time includes set-up, teardown and child processes that the test waited for. The first
+test that needs a slow import pays for it, so new slow tests are run twice more in one process
+before they are recorded or reported.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def read_slow_tests(path: Path = SLOW_TESTS) -> dict[str, float]:
 
 
 def is_kept_fast(node_id: str) -> bool:
-    """Return True if a test runs on every change whatever it takes."""
+    """Return True if a test runs on every change, however slow."""
     return any(fnmatch.fnmatchcase(node_id, pattern) for pattern in KEPT_FAST)
 
 
@@ -91,7 +91,7 @@ def _spent_seconds() -> float:
 
 
 class DurationRecorder:
-    """Collects the processor seconds of every test that a run executes."""
+    """Recorder of the processor seconds of every test in a run."""
 
     def __init__(self, path: Path | None) -> None:
         self.seconds: dict[str, float] = {}
@@ -134,7 +134,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the marker, and measure if the command line says so."""
+    """Declare the marker, and measure if the command line requests it."""
     config.addinivalue_line("markers", "slow: above 0.25 s of processor time; see tests/tiers.py")
     path = config.getoption("--durations-to")
     if path is not None:
@@ -150,7 +150,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def retry(node_ids: list[str]) -> dict[str, float]:
-    """Return processor seconds of tests in a process that has imported all they need."""
+    """Return processor seconds of tests in a process that has already imported their modules."""
     recorder = DurationRecorder(None)
     for _ in range(2):
         pytest.main(["-q", "-p", "no:xdist", *node_ids], plugins=[recorder])
@@ -158,7 +158,7 @@ def retry(node_ids: list[str]) -> dict[str, float]:
 
 
 def _new_slow(measured: dict[str, float], limit: float) -> dict[str, float]:
-    """Tests above a limit that are not on record, confirmed by a second run."""
+    """Return unrecorded tests above a limit, confirmed by a second run."""
     known = read_slow_tests()
     above = {
         node_id: seconds

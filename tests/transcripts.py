@@ -1,4 +1,4 @@
-"""Commands in pages with the output that the pages show, and whether it is what they print."""
+"""Commands of documentation pages, compared with the output that the pages show."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ def blocks(page, language):
 
 
 def transcripts(page):
-    """Commands of a page with the output that follows them."""
+    """Return the commands of a page, each with the output that follows it."""
     shown = r"^\$ zero-sim (.*)\n((?:(?!\$ ).*\n)*)"
     return [
         each for block in blocks(page, "console") for each in re.findall(shown, block, re.MULTILINE)
@@ -25,13 +25,13 @@ def run_command(command):
 
 
 def without_times(text):
-    """Leave out seconds, and multiples of rounding, which kernels of a machine decide."""
+    """Replace seconds and multiples of rounding, which depend on the machine."""
     text = re.sub(r"\d+\.\d+ s\b", "T s", re.sub(r"explains up to \S+ %", "explains N %", text))
     return re.sub(r" +", " ", text)
 
 
 def assert_shown(shown, output):
-    """Every line that is shown comes, in that order; between them only where there are dots."""
+    """Check that the shown lines occur in order, with others between only at `...`."""
     come = iter([line.strip() for line in without_times(output).splitlines()])
     may_skip = False
     for line in without_times(shown).splitlines():

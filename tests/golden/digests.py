@@ -1,7 +1,7 @@
-"""Prints, as JSON, a digest of all masters after each step of the ternary net under dyadic SGD.
+"""Digests of all masters after each step of the ternary net under dyadic SGD.
 
-With a learning rate that is a power of two, every number that is ever computed is exact, so these
-digests hold on every processor. Run as a script it tells what this machine gives.
+The learning rate is a power of two, so every computed number is exact and the digests hold on
+every processor. Run as a script, it prints this machine's digests as JSON.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""The ternary net gives the committed digests: here, and on plainer instruction sets."""
+"""Committed digests of the ternary net, on this machine and on simpler instruction sets."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""The GitHub action: its form, and what its steps run."""
+"""The GitHub action: its schema and the scripts of its steps."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def test_workflow_passes_known_inputs():
 
 @pytest.fixture
 def run_step(tmp_path):
-    """Run the script of a step as a runner does, in an empty folder."""
+    """Run the script of a step in an empty folder, as a runner does."""
 
     def run(name, **given):
         inputs = {key: value["default"] for key, value in ACTION["inputs"].items()}
@@ -48,7 +48,7 @@ def run_step(tmp_path):
             for variable, value in STEPS[name].get("env", {}).items()
         }
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        # The options with which GitHub starts bash.
+        # GitHub's options of bash.
         script = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", STEPS[name]["run"]]
         return subprocess.run(
             script, cwd=tmp_path, env={**os.environ, **env, "PATH": path},

@@ -1,4 +1,4 @@
-"""The wheel alone, in an environment without the checkout."""
+"""The wheel in an environment without the checkout."""
 
 import os
 import subprocess
@@ -34,14 +34,14 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def environment(wheel, tmp_path_factory):
-    """A new environment with the wheel; of its other packages, those that the tests run with."""
+    """A new environment with the wheel, and the other packages of this environment."""
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = folder / "bin" / "python"
     installed = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel]
     subprocess.run(installed, check=True)
     site = next((folder / "lib").glob("python*/site-packages"))
-    # A path file in a folder that a path file names is not read, so the checkout stays unseen.
+    # Python reads no .pth file in folders added by another one, so the checkout stays invisible.
     (site / "others.pth").write_text(sysconfig.get_path("purelib"))
     return folder
 

@@ -1,4 +1,4 @@
-"""The site: every page in a browser, its links, its search, and pictures that are up to date."""
+"""The site: every page in a browser, links, search, and up-to-date pictures."""
 
 import functools
 import http.server
@@ -21,7 +21,7 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium here")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The folder with the built site."""
+    """Folder of the built site."""
     pytest.importorskip("mkdocs")
     folder = tmp_path_factory.mktemp("site")
     quiet = {"DISABLE_MKDOCS_2_WARNING": "true", "NO_MKDOCS_2_WARNING": "1"}
@@ -34,7 +34,7 @@ def site(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(site):
-    """Address of the site on this machine: search reads its index, which files may not."""
+    """Local address of the site, served because pages opened as files cannot read the index."""
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_):
@@ -149,7 +149,7 @@ def _pictures():
 
 
 def _without_marks(picture):
-    """A picture without the elements that differ, which kernels of a machine may decide."""
+    """Return a picture without its marks of differing elements, which depend on kernels."""
     return re.sub(r'<rect [^>]+class="(?:veil|differs)">.*?</rect>', "", picture)
 
 
