@@ -2,11 +2,11 @@
 
     python property_tests/same_results.py OTHER_CHECKOUT [--drawn 2000] [--seed 0] [SCENARIOS...]
 
-Run it for changes that must not change what users see. Each checkout runs in a process of its own:
+Run it for changes that must keep all results. Each checkout runs in a separate process:
 
 - every case of the scenario files, and --drawn cases of our own system
 - --drawn-per-target cases of each of torch's engines
-- --drawn-on-gloo cases where every rank is a process
+- --drawn-on-gloo cases with a process per rank
 - the recorded smallest case of every mutant, with the mutant
 
 Verdicts, findings, notes, compared elements, collectives and event logs must be equal. Lines of

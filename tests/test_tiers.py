@@ -35,7 +35,7 @@ def test_every_kept_fast_pattern_matches_a_test_file():
 
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
-    """Check durations of tests, given what a second run of the slow ones measures."""
+    """Check durations of tests, given the seconds of a second run of the slow ones."""
     again = {}
     monkeypatch.setattr(tiers, "retry", lambda names: {name: again[name] for name in names})
     machine = json.loads(tiers.SLOW_TESTS.read_text())["machine"]
