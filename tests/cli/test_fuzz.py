@@ -106,14 +106,17 @@ def test_counts_shared_with_similar_findings_are_marked(tmp_path, pool):
     assert done.output.count("met         in 4 cases, including cases of similar findings") == 2
 
 
-def test_findings_of_a_check_are_sorted_by_difference(tmp_path, pool):
+def test_findings_are_sorted_by_dataflow_and_difference(tmp_path, pool):
     noise = replace(FOUND, key=FOUND.key._replace(manner="one-ulp"), text="NOISE", apart=1e-7)
     large = replace(FOUND, text="LARGE", scenario="another", apart=0.7)
-    other = replace(FOUND, key=FOUND.key._replace(check="equality.loss"), text="OTHER")
-    pool.outcome = {"found": (noise, other, large)}
-    told = fuzz(tmp_path, "--cases", "10").output
-    assert told.count("findings, the largest difference first") == 1
-    places = [told.index(word) for word in ("equality.grad: 2 findings", "LARGE", "NOISE", "OTHER")]
+    loss = replace(FOUND, key=FOUND.key._replace(check="equality.loss"), text="LOSS")
+    norm = replace(FOUND, key=FOUND.key._replace(check="equality.norm"), text="NORM", apart=0.9)
+    race = replace(FOUND, key=FOUND.key._replace(check="world.race"), text="RACE")
+    pool.outcome = {"found": (norm, noise, loss, large, race)}
+    text = fuzz(tmp_path, "--cases", "10").output
+    assert text.count("findings, the largest difference first") == 1
+    order = ("RACE", "LOSS", "equality.grad: 2 findings", "LARGE", "NOISE", "NORM")
+    places = [text.index(word) for word in order]
     assert places == sorted(places)
 
 

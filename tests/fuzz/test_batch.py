@@ -61,7 +61,7 @@ def test_correct_system_passes(tmp_path):
 
 def test_batch_counts_unproved_guards_and_unobserved_parts(tmp_path):
     """Both are counts of cases without a finding."""
-    report = run_batch(job(tmp_path, cases=40), render_case)
+    report = run_batch(job(tmp_path, cases=100), render_case)
     assert report.found == ()
     assert sum(report.counts.unproved.values()) == report.counts.verdicts["inconclusive"] > 0
     assert all(name.startswith("guard.") for name in report.counts.unproved)
@@ -114,7 +114,7 @@ def test_case_with_the_largest_difference_is_shrunk(tmp_path, monkeypatch):
 
 def test_off_by_one_shrinks_to_two_ranks_and_one_param(found):
     report, _ = found
-    assert report.found[0].size == "2 ranks, 1 param [[2]], 1 step"
+    assert report.found[0].size == "2 ranks, 1 param [[2]] in fp32, 1 step"
 
 
 def test_finding_is_written_as_a_bundle(found):

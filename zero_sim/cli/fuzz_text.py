@@ -188,17 +188,21 @@ def _shares(found: Found, totals: CampaignTotals) -> bool:
     return any(each.is_met_by(key) for each in others for key in keys)
 
 
-def _largest_first(found: Sequence[Found]) -> list[Found]:
-    """Return findings grouped by check, largest difference first."""
-    # The largest difference is the easiest to understand, and smaller differences may share its
-    # cause. Reversed, so that each check keeps its first position.
-    checks = {each.key.check: place for place, each in reversed([*enumerate(found)])}
-    return sorted(found, key=lambda each: (checks[each.key.check], -each.apart))
+def _in_order(found: Sequence[Found]) -> list[Found]:
+    """Return findings by check in order of dataflow, the largest difference of each check first."""
+    from zero_sim.findings.dataflow import CHECK_ORDER
+
+    def place(each: Found) -> tuple[int, str, float]:
+        # Findings about calls are in no phase, and may cause any other finding. The largest
+        # difference is the easiest to understand, and smaller ones may share its cause.
+        return CHECK_ORDER.get(each.key.check, -1), each.key.check, -each.apart
+
+    return sorted(found, key=place)
 
 
 def _show_heading(found: Found, totals: CampaignTotals) -> None:
     """Print a heading above the first of several findings with the same check."""
-    alike = _largest_first([each for each in totals.found if each.key.check == found.key.check])
+    alike = _in_order([each for each in totals.found if each.key.check == found.key.check])
     if len(alike) > 1 and alike[0] is found:
         click.echo(
             f"{found.key.check}: {len(alike)} findings, the largest difference first; smaller ones "
@@ -222,7 +226,7 @@ def show_totals(
     # Earlier findings, new findings, lost batches, coverage, totals. The verdict comes last,
     # because a terminal shows the end.
     _show_rechecked(totals, plan=plan)
-    for found in _largest_first(totals.found):
+    for found in _in_order(totals.found):
         _show_heading(found, totals)
         count = totals.cases_with(found)
         size = f"so far      {found.size}; " if found.as_met else f"smallest    {found.size}"

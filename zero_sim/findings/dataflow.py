@@ -74,6 +74,8 @@ _CHECKS: dict[tuple[str, str], int] = {
     (phase, check): place for phase, checks in _FLOW for place, check in enumerate(checks)
 }
 _UNKNOWN_CHECK = len(_CHECKS)
+CHECK_ORDER: dict[str, int] = {check: place for place, (_, check) in enumerate(_CHECKS)}
+"""Checks of values in order of computation, by their last phase."""
 _DETAIL_LINES = 12
 _KEYED = (Check.EQUALITY_STATE, Check.EQUALITY_LAYOUT, Check.EQUALITY_LOAD)
 """Checks that compare several tensors per param. Only the message names the tensor."""

@@ -29,7 +29,6 @@ from zero_sim.fuzz.records import (
     Counts,
     Found,
     Job,
-    size_in_words,
     to_json,
 )
 from zero_sim.fuzz.strategies import drawn_cases
@@ -51,6 +50,7 @@ from zero_sim.shrink import (
     right_judge,
     shrink_finding,
 )
+from zero_sim.shrink.same import in_words
 from zero_sim.targets import Target, import_target, refusals, with_options
 from zero_sim.targets.options import check_said
 
@@ -267,7 +267,7 @@ class _Findings:
             scenario=to_toml(failed.scenario),
             bundle="",
             text=self.render(result),
-            size=size_in_words(failed.scenario),
+            size=in_words(failed.scenario),
             places=tuple(dict.fromkeys((failed.key.place, *places_of(result)))),
             apart=how_far_apart(result),
         )

@@ -55,7 +55,7 @@ class Found:
     text: str
     """Report of the finding."""
     size: str
-    """Size of the shrunk case in words."""
+    """Shrunk case in words: size and non-default settings."""
     places: tuple[str, ...] = ()
     """Parts of the buffer with differences, as in keys. Includes other cases that shrank to the
     same case.
@@ -291,16 +291,3 @@ def batch_seed(seed: int, index: int) -> int:
     # A hash, so that campaigns with neighbouring seeds have no batches in common.
     digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
     return int.from_bytes(digest[:_SEED_BYTES], "big")
-
-
-def size_in_words(scenario: Scenario) -> str:
-    """Return a case's size in words: ranks, params with shapes, steps."""
-    shapes = scenario.model.shapes
-    if shapes is None:
-        model = f"model {scenario.model.name}"
-    else:
-        model = f"{len(shapes)} param{'s' if len(shapes) != 1 else ''} {list(map(list, shapes))}"
-    ranks, steps = scenario.world.size, scenario.run.steps
-    return (
-        f"{ranks} rank{'s' if ranks != 1 else ''}, {model}, {steps} step{'s' if steps != 1 else ''}"
-    )
