@@ -34,7 +34,7 @@ def left(monkeypatch):
 
 
 def facts(result):
-    return result.verdict, result.findings, result.compared_elems, result.owed, result.notes
+    return result.verdict, result.findings, result.compared_elems, result.guarantees, result.notes
 
 
 # torch warns if a rank has no shard with a gradient.

@@ -10,7 +10,7 @@ class InPlaceHooks:
 
     name = "in-place-hooks"
     capabilities = Capabilities(stages=(0,))
-    numerics = Numerics(grads_told="after-division", divide="pre")
+    numerics = Numerics(reported_grads="after-division", divide="pre")
 
     def build(self, module, *, scenario, group):
         named = dict(module.named_parameters())

@@ -61,7 +61,7 @@ class OwnModelTarget:
     name = "own-model"
     models: ClassVar = {"tiny": TINY}
     capabilities = Capabilities(models=(), stages=(0,))
-    numerics = Numerics(grads_told="after-division")
+    numerics = Numerics(reported_grads="after-division")
     engine = ByTypeEngine
 
     def build(self, module, *, scenario, group):

@@ -249,7 +249,7 @@ def test_documented_parts_cover_every_param():
     class Flat:
         name = "flat"
         capabilities = Capabilities(stages=(1,))
-        numerics = Numerics(grads_told="after-division")
+        numerics = Numerics(reported_grads="after-division")
 
         def build(self, module, *, scenario, group):
             return Shows(module, scenario=scenario, group=group)

@@ -93,9 +93,9 @@ class TestUnscaled:
 
     @pytest.mark.parametrize("point", ["before-division", "after-division", "after-clip"])
     def test_wrong_grads_told_is_found(self, judged, point):
-        found = first(judged(self.NAME, self.CASE, numerics={"grads_told": point}))
+        found = first(judged(self.NAME, self.CASE, numerics={"reported_grads": point}))
         assert found.check == "equality.grad"
-        assert "Numerics(grads_told='after-unscale')" in found.detail
+        assert "Numerics(reported_grads='after-unscale')" in found.detail
 
     @pytest.mark.parametrize("wrong", [False, True])
     def test_param_gradients_are_compared_under_a_loss_scale(self, judged, wrong):
@@ -106,7 +106,7 @@ class TestUnscaled:
             for param in self.named.values():
                 param.grad *= 2 if wrong else 1
 
-        shows = {"grads_told": "after-clip", "grads_in_params": True}
+        shows = {"reported_grads": "after-clip", "grads_in_params": True}
         result = judged(self.NAME, self.CASE, numerics=shows, parts=parts, share=share)
         assert [found.check for found in result.findings[:1]] == ["equality.grad"] * wrong
 
@@ -219,14 +219,14 @@ class TestCopies:
         assert passes(judged(self.NAME, self.case(order, size)))
 
     def test_wrong_copies_dtype_is_found(self, judged):
-        result = judged(self.NAME, self.case("linear"), numerics={"copies_dtype": None})
+        result = judged(self.NAME, self.case("linear"), numerics={"replica_dtype": None})
         assert first(result).check == "equality.grad"
 
     def test_wrong_position_in_the_copies_sum_is_found(self, judged):
         def parts(self, own):
             for part in own():
-                elems, _ = part.place.copies_at
-                yield replace(part, place=replace(part.place, copies_at=(2 * elems, elems)))
+                elems, _ = part.place.replica_sum_at
+                yield replace(part, place=replace(part.place, replica_sum_at=(2 * elems, elems)))
 
         assert first(judged(self.NAME, self.case("ring"), parts=parts)).check == "equality.grad"
 

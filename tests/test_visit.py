@@ -59,7 +59,7 @@ def test_report_holds_machine_steps_and_probes(whole):
     report = whole[1]
     assert report["machine"]["ranks"] == 3
     told = {step["name"]: step for step in report["steps"]}
-    assert "probe: ranks [0, 1, 2] add as ring 0 2 1" in told["own order"]["told"]
+    assert "probe: ranks [0, 1, 2] add as ring 0 2 1" in told["own order"]["lines"]
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_raising_step_prints_its_retry_command_and_the_next_runs(standin, tmp_pa
     done = run(tmp_path / "report.json", "--step", "one rank", "--step", "folded")
     assert done.exit_code == 1
     first, second = json.loads((tmp_path / "report.json").read_text())["steps"]
-    assert first["told"] == [
+    assert first["lines"] == [
         "RuntimeError: no such device for nccl",
         "  again: zero-sim doctor --gpu --step 'one rank'",
     ]

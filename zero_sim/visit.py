@@ -51,19 +51,19 @@ class Step:
     proves: str
     ok: bool = False
     seconds: float = 0.0
-    told: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
     """Lines to print."""
     failures: list[dict[str, Any]] = field(default_factory=list)
     """Failed cases with bundle and findings, and exceptions. `again` is the command to repeat."""
 
 
-def visit(report: Path, *, only: Sequence[str], tell: Callable[[Step], None]) -> Sequence[Step]:
+def visit(report: Path, *, only: Sequence[str], on_step: Callable[[Step], None]) -> Sequence[Step]:
     """Run the steps one after another. Write the report after each.
 
     Args:
         report: JSON file of the report. Bundles of failed cases go into a folder beside it.
         only: Names of steps to run; empty for all.
-        tell: Called with each finished step.
+        on_step: Called with each finished step.
 
     Raises:
         EnvironmentProblem: There is no GPU, or no NCCL.
@@ -95,10 +95,10 @@ def visit(report: Path, *, only: Sequence[str], tell: Callable[[Step], None]) ->
         steps.append(Step(name=name, proves=proves))
         ran = Ran(device=transport.device_type, backend=backend)
         _take(steps[-1], ran, cases, bundles=bundles_of(report))
-        told = {"machine": machine, "steps": [asdict(step) for step in steps]}
+        lines = {"machine": machine, "steps": [asdict(step) for step in steps]}
         # After each step, so that a later crash or hang loses nothing.
-        write_whole(report, json.dumps(told, indent=1).encode())
-        tell(steps[-1])
+        write_whole(report, json.dumps(lines, indent=1).encode())
+        on_step(steps[-1])
     return steps
 
 
@@ -136,7 +136,7 @@ def _take(step: Step, ran: Ran, cases: Sequence[Scenario], *, bundles: Path) -> 
     # Any error is reported, and the next step runs.
     except Exception as error:  # noqa: BLE001
         again = shlex.join(["zero-sim", "doctor", "--gpu", "--step", step.name])
-        step.told += [f"{type(error).__name__}: {error}", f"  again: {again}"]
+        step.lines += [f"{type(error).__name__}: {error}", f"  again: {again}"]
         step.failures.append({"error": traceback.format_exc(), "again": again})
     step.ok, step.seconds = not step.failures, time.monotonic() - started
 
@@ -145,16 +145,16 @@ def _note(step: Step, case: Scenario, result: CaseResult, *, ran: Ran, bundles: 
     """Add the backend's measurements to a step, and record a case that did not pass."""
     notes = (note for note in result.notes if note.startswith(("probe: ", "backend.")))
     # Most cases have the same notes.
-    step.told += [note for note in notes if note not in step.told]
+    step.lines += [note for note in notes if note not in step.lines]
     if result.verdict == "pass":
         return
-    step.told.append(f"{case.name}: {result.verdict} {result.error}".rstrip())
-    step.told += [f"  {each.check}: {each.message}" for each in result.findings]
+    step.lines.append(f"{case.name}: {result.verdict} {result.error}".rstrip())
+    step.lines += [f"  {each.check}: {each.message}" for each in result.findings]
     failure = {"case": case.name, "result": result.as_dict()}
     # Without findings, the case failed before it was judged, so a bundle would show nothing.
     if result.findings:
         bundle = write_bundle(case, result, folder=bundles, ran=ran).name
         again = replay_command(bundle, bundles=bundles, device=ran.device_named)
         failure |= {"bundle": bundle, "again": again}
-        step.told.append(f"  again: {again}")
+        step.lines.append(f"  again: {again}")
     step.failures.append(failure)

@@ -217,7 +217,7 @@ class Printed:
         divide_by="ranks",
         sync="last",
         grad_dtype="param",
-        grads_told="before-division",
+        reported_grads="before-division",
     )
 
     @property

@@ -27,7 +27,7 @@ class Target:
             "run.micro_batches",
         ),
     )
-    numerics = Numerics(grads_told="after-division")
+    numerics = Numerics(reported_grads="after-division")
     reference_optimizer = staticmethod(dion)
 
     def build(self, module, *, scenario, group):

@@ -42,7 +42,7 @@ class Target:
     capabilities = Capabilities(stages=(1,), dtypes=("fp32", "bf16"), follows=follows)
     numerics = Numerics(
         accumulate_dtype="param", reduce_dtype="fp32", norm="of-shards", clip="fp32-reciprocal",
-        grads_told="after-clip", told_dtype="fp32", elementwise=True,
+        reported_grads="after-clip", reported_dtype="fp32", elementwise=True,
     )  # fmt: skip
 
     def reference_step(self, param, grad, state, settings):

@@ -30,7 +30,7 @@ class Target:
             "model.tied",
         ),
     )
-    numerics = Numerics(sync="every", divide_each="round", grads_told="after-division")
+    numerics = Numerics(sync="every", divide_each="round", reported_grads="after-division")
 
     def build(self, module, *, scenario, group):
         optimizer = plain_optimizer(scenario.optimizer, dict(module.named_parameters()))

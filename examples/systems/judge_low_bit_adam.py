@@ -38,7 +38,7 @@ class Target:
     follows = (*ADAMW_SETTINGS, "optimizer.warmup_steps", "run.micro_batches")
     capabilities = Capabilities(stages=(1,), dtypes=("bf16", "fp32"), follows=follows)
     numerics = Numerics(
-        divide="pre", grads_told="after-division", masters="param", told_dtype="param"
+        divide="pre", reported_grads="after-division", masters="param", reported_dtype="param"
     )
 
     def reference_optimizer(self, named, scenario):

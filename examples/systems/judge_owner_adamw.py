@@ -30,7 +30,7 @@ class Target:
     capabilities = Capabilities(
         stages=(1,), follows=(*follows, "model.distinct_start", "model.tied")
     )
-    numerics = Numerics(divide="pre", grads_told="after-division", elementwise=True)
+    numerics = Numerics(divide="pre", reported_grads="after-division", elementwise=True)
 
     def reference_optimizer(self, named, scenario):
         return AdamW(param_groups(scenario.optimizer, named), **settings(scenario.optimizer))

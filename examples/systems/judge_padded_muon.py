@@ -28,7 +28,7 @@ class Target:
         "model.one_rank",
     )
     capabilities = Capabilities(stages=(1,), empty_params=False, follows=follows)
-    numerics = Numerics(grads_told="after-division")
+    numerics = Numerics(reported_grads="after-division")
 
     def reference_step(self, param, grad, state, settings):
         update = muon_update if param.ndim >= 2 else adam_update

@@ -33,7 +33,7 @@ class Target:
         follows=follows,
         only=(("world.order_known", (False,)),),
     )
-    numerics = Numerics(grads_told="after-division")
+    numerics = Numerics(reported_grads="after-division")
 
     def build(self, module, *, scenario, group):
         return Engine(module, scenario, group)

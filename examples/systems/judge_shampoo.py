@@ -24,7 +24,7 @@ class Target:
     name = "shampoo"
     follows = ("optimizer.momentum", "optimizer.eps", "optimizer.warmup_steps", "run.micro_batches")
     capabilities = Capabilities(stages=(0,), follows=follows)
-    numerics = Numerics(grads_told="after-division")
+    numerics = Numerics(reported_grads="after-division")
     reference_optimizer = staticmethod(shampoo)
 
     def build(self, module, *, scenario, group):

@@ -30,7 +30,7 @@ class Target:
     name = "stacked-muon"
     follows = (*(f"optimizer.{name}" for name in SETTINGS), *ALSO)
     capabilities = Capabilities(stages=(1,), empty_params=False, follows=follows)
-    numerics = Numerics(divide="avg", grads_told="after-division")
+    numerics = Numerics(divide="avg", reported_grads="after-division")
 
     def reference_step(self, param, grad, state, settings):
         if param.ndim == 2:

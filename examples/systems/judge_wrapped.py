@@ -33,7 +33,7 @@ class Target:
     name, follows = "wrapped", (*targets.ADAMW_SETTINGS, "run.micro_batches")
     untied = tuple(model for model in targets.PLAIN_MODELS if model != "gpt")
     capabilities = targets.Capabilities(models=untied, stages=(3,), follows=follows)
-    numerics = targets.Numerics(divide="pre", sync="every", grads_told="after-division")
+    numerics = targets.Numerics(divide="pre", sync="every", reported_grads="after-division")
 
     def build(self, module, *, scenario, group):
         return Engine(module, scenario, group)

@@ -32,7 +32,7 @@ def test_first_interrupt_only_requests_a_stop(number):
     stop = Stop()
     with interrupts_ask(stop):
         signal.raise_signal(number)
-        assert (stop.asked, stop.now) == (True, True)
+        assert (stop.requested, stop.now) == (True, True)
 
 
 def test_two_simultaneous_signals_count_as_one(monkeypatch):
@@ -50,13 +50,13 @@ def test_ignored_signal_stays_ignored():
         stop = Stop()
         with interrupts_ask(stop):
             signal.raise_signal(signal.SIGHUP)
-        assert not stop.asked
+        assert not stop.requested
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
 def test_second_interrupt_raises():
-    with interrupts_ask(Stop(asked=True)), pytest.raises(KeyboardInterrupt):
+    with interrupts_ask(Stop(requested=True)), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 
 

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from zero_sim import run_case
-from zero_sim.calculators.fingerprint import SeenCall, fingerprint, shortened
+from zero_sim.calculators.fingerprint import ObservedCall, fingerprint, shortened
 from zero_sim.calculators.measure import measure
 from zero_sim.cli.main import main
 from zero_sim.errors import UsageError
@@ -99,7 +99,9 @@ def test_all_reduce_instead_of_reduce_scatter_is_odd():
 
 
 def call(kind, elems, *, ranks=4, dtype="bfloat16"):
-    return SeenCall(kind=kind, ranks=ranks, elems=elems, elem_bytes=2, dtype=dtype, start=0, stop=0)
+    return ObservedCall(
+        kind=kind, ranks=ranks, elems=elems, elem_bytes=2, dtype=dtype, start=0, stop=0
+    )
 
 
 def test_extra_gather_is_odd():

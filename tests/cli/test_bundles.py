@@ -66,7 +66,7 @@ class TestRun:
         assert Path(".zero-sim/bundles", case["bundle"], "bundle.json").exists()
         assert not {"logs", "evidence"} & {*case, *case["findings"][0]}
         assert case["strip"]["buckets"][0]["start"] == 0
-        assert sum(case["owed"].values()) > 0
+        assert sum(case["guarantees"].values()) > 0
 
     def test_unwritable_bundle_folder_does_not_change_the_verdict(self, invoke, broken):
         Path("file").write_text("x")

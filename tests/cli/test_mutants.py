@@ -6,7 +6,7 @@ from click.testing import CliRunner
 
 from zero_sim.cli.main import main
 from zero_sim.mutants import campaign
-from zero_sim.mutants.records import Trial
+from zero_sim.mutants.records import HuntResult
 from zero_sim.mutants.smallest import smallest_cases
 
 
@@ -66,7 +66,7 @@ def test_empty_selection_has_exit_status_5():
 
 def test_interrupt_keeps_the_score_so_far(monkeypatch):
     def interrupted(ids, **options):
-        yield Trial(id=ids[0], killed=True, check="equality.grad", cases=2)
+        yield HuntResult(id=ids[0], killed=True, check="equality.grad", cases=2)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(campaign, "run_campaign", interrupted)

@@ -231,4 +231,4 @@ stage = 0
         Path("case.toml").write_text(f"{self.CASE}[matrix]\n'run.seed' = [0, 1]\n")
         done = judged("ShowsMeans")
         assert done.exit_code == 0
-        assert done.output.count("not declared, so taken: grads_told = 'after-division'") == 1
+        assert done.output.count("not declared, so taken: reported_grads = 'after-division'") == 1

@@ -131,7 +131,7 @@ def test_interrupt_is_in_json(invoke, broken, monkeypatch):
 
     monkeypatch.setattr(judging, "run_case", interrupting)
     told = json.loads(invoke("shrink", "one.toml", "--json").stdout)
-    assert (told["stopped"], told["complete"], told["cases"]) == ("asked", False, 3)
+    assert (told["stopped"], told["complete"], told["cases"]) == ("interrupt", False, 3)
 
 
 def test_second_interrupt_ends_at_once(tmp_path):

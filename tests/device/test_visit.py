@@ -37,7 +37,7 @@ def test_every_visit_step_passes(visit):
 
 def test_visit_runs_on_three_ranks_and_finds_their_ring(visit):
     told = {step["name"]: step for step in visit["steps"]}
-    assert "probe: ranks [0, 1, 2] add as ring 0 2 1" in told["own order"]["told"]
+    assert "probe: ranks [0, 1, 2] add as ring 0 2 1" in told["own order"]["lines"]
     assert visit["machine"]["ranks"] == 3
 
 

@@ -35,7 +35,7 @@ def seen_with(*found):
     return JudgeReport(
         world_ranks=(0,), first_step=0, has_started=True, compared_elems=1,
         nonzero_fraction_max=1.0, same_data=False, has_stepped=True, uncertified_step=None,
-        unobserved=frozenset(), owed=Counter(), bad_step=found[0].step, findings=found,
+        unobserved=frozenset(), guarantees=Counter(), bad_step=found[0].step, findings=found,
     )  # fmt: skip
 
 

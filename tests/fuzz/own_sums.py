@@ -50,7 +50,7 @@ class RingTarget:
 
     name = "ring"
     capabilities = Capabilities(stages=(0,), orders=("unknown",), follows=("run.micro_batches",))
-    numerics = Numerics(grads_told="after-division")
+    numerics = Numerics(reported_grads="after-division")
     engine = _Ring
 
     def build(self, module, *, scenario, group):

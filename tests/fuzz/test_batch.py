@@ -358,5 +358,5 @@ def test_resumed_batch_has_the_same_variants(tmp_path):
 def test_inferred_rule_is_reported(tmp_path):
     report = run(tmp_path, cases=3, target="tests.run.summing:ShowsMeans", cases_from=OF_PARAMS)
     assert report.counts.verdicts == {"pass": 3}
-    assert "grads_told = 'after-division'" in next(iter(report.counts.taken))
+    assert "reported_grads = 'after-division'" in next(iter(report.counts.taken))
     assert from_json(BatchReport, to_json(report)) == report

@@ -18,11 +18,11 @@ from zero_sim.shrink import Key
 
 def run(folder, pool, **changes):
     """Run a campaign with the seed of HEAD."""
-    tell = changes.pop("tell", lambda totals: None)
+    on_batch = changes.pop("on_batch", lambda totals: None)
     head = {name: changes.pop(name) for name in ("shard", "family") if name in changes}
     head["cases"] = batch_cases(head.get("family", 1))
     plan = Plan(head=replace(HEAD, **head), corpus=folder, **changes)
-    return run_campaign(plan, pool=pool, render=str, tell=tell)
+    return run_campaign(plan, pool=pool, render=str, on_batch=on_batch)
 
 
 def kept_in(folder, head=HEAD):
@@ -209,8 +209,8 @@ def test_errors_of_a_later_batch_do_not_stop_the_campaign(tmp_path):
 
 def test_progress_is_reported_for_every_batch(tmp_path):
     lines = []
-    tell = lambda totals: lines.append(totals.progress(seconds=10.0))  # noqa: E731
-    run(tmp_path, BatchPool(), tell=tell, cases=100)
+    on_batch = lambda totals: lines.append(totals.progress(seconds=10.0))  # noqa: E731
+    run(tmp_path, BatchPool(), on_batch=on_batch, cases=100)
     assert [line.partition(" a second")[0] for line in lines] == [
         "50 cases, 5.0",
         "100 cases, 10.0",

@@ -24,7 +24,7 @@ FOUND = Found(
 
 def outcome(found, target):
     (one,) = recheck([found], target=target)
-    return one.outcome, one.said
+    return one.outcome, one.reason
 
 
 def test_case_that_passes_is_fixed():

@@ -33,7 +33,7 @@ def write_all(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, *, wait: boo
             time.sleep(0.001)
     shown = CampaignTotals()
     fuzzing = _Progress(time.monotonic())
-    fuzzing.tell(shown)
+    fuzzing.update(shown)
     fuzzing.clear()
     supervisor._restore_terminal()
     print(cli_session.coloured("PASS  a case", "pass"))  # noqa: T201

@@ -27,7 +27,7 @@ def old(text="old", category=FutureWarning):
 
 
 def test_warning_of_a_line_is_shown_once_for_any_text(told):
-    with warned.telling_once():
+    with warned.showing_warnings_once():
         for number in range(3):
             old(f"param {number} is old")
         old("of another kind", UserWarning)
@@ -36,7 +36,7 @@ def test_warning_of_a_line_is_shown_once_for_any_text(told):
 
 def test_warning_state_is_restored(told):
     before = warnings.showwarning
-    with warned.telling_once():
+    with warned.showing_warnings_once():
         old()
     assert warnings.showwarning is before
     assert "ZERO_SIM_WARNED" not in os.environ
@@ -44,7 +44,7 @@ def test_warning_state_is_restored(told):
 
 def test_warning_options_of_the_user_show_all(told, monkeypatch):
     monkeypatch.setattr(sys, "warnoptions", ["always"])
-    with warned.telling_once():
+    with warned.showing_warnings_once():
         old()
         old()
     assert told == ["old", "old"]
@@ -53,11 +53,11 @@ def test_warning_options_of_the_user_show_all(told, monkeypatch):
 def test_warning_is_shown_once_across_processes(told, tmp_path):
     code = (
         "import sys, warnings; from zero_sim.host import warnings_once as warned;"
-        "warned.tell_once();"
+        "warned.show_warnings_once();"
         "warnings.warn_explicit('w', FutureWarning, 'file.py', 3)"
     )
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "PYTHONWARNINGS": ""}
-    with warned.telling_once():
+    with warned.showing_warnings_once():
         env["ZERO_SIM_WARNED"] = os.environ["ZERO_SIM_WARNED"]
         said = [
             subprocess.run([sys.executable, "-c", code], env=env, capture_output=True).stderr
@@ -69,7 +69,7 @@ def test_warning_is_shown_once_across_processes(told, tmp_path):
 def test_unwritable_record_still_shows_the_warning(told, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("ZERO_SIM_WARNED", str(tmp_path / "file" / "below"))
-    warned.tell_once()
+    warned.show_warnings_once()
     old()
     old()
     assert told == ["old"]

@@ -63,7 +63,7 @@ class Newcomer:
         self.optimizer, self.reduce, self.norm = optimizer, reduce, norm
         self.accumulates, self.reads_lr_factor = accumulates, reads_lr_factor
         self.numerics = Numerics(
-            grads_told="after-division" if shows_grads else "before-division",
+            reported_grads="after-division" if shows_grads else "before-division",
             grads_in_params=shows_grads,
         )
 

@@ -64,7 +64,7 @@ def test_right_system_passes_in_any_order(bounded, order, model, stage):
         run=RunSpec(steps=3, micro_batches=2, seed=5),
     )
     assert result.verdict == "pass", result.findings
-    assert result.owed.keys() == {"bound", "order-free"}
+    assert result.guarantees.keys() == {"bound", "order-free"}
 
 
 @pytest.mark.parametrize("size", [3, 5, 8])
@@ -161,7 +161,7 @@ class TestNotes:
 
     def test_sums_of_pairs_are_compared_exactly(self, bounded):
         result = bounded(system=SystemSpec(redundancy=2))
-        assert result.owed.keys() == {"one-sum", "order-free"}
+        assert result.guarantees.keys() == {"one-sum", "order-free"}
         assert not any(note.startswith("bounds:") for note in result.notes)
 
     def test_bounds_without_information_are_inconclusive(self, bounded):
@@ -248,7 +248,7 @@ class _TellsNoParts(_Target):
 def test_systems_of_torch_pass(bounded, name, stage):
     result = bounded(find_target(name), model=FP32, system=SystemSpec(stage=stage))
     assert result.verdict == "pass", result
-    assert result.owed["bound"] > 800
+    assert result.guarantees["bound"] > 800
 
 
 class TestWrongSystems:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.judge.test_step_digests import CASE, taken
-from zero_sim.judge.comparison import owed_of
+from zero_sim.judge.comparison import expected_steps_of
 from zero_sim.reference import Reference
 from zero_sim.run.real import WiredSteps
 from zero_sim.targets import OwnedPart, Place, StepResult
@@ -23,22 +23,22 @@ class FakeRank:
     store: dict[str, str]
     rank: int
 
-    def tell(self, value, *, about):
+    def send(self, value, *, about):
         self.store[about] = json.dumps(value)
 
-    def has_told(self, rank, *, about):
+    def has_sent(self, rank, *, about):
         return about in self.store
 
-    def hear(self, rank, *, about, seconds):
+    def receive(self, rank, *, about, seconds):
         if about not in self.store:
             raise TimeoutError
         return json.loads(self.store[about])
 
 
-def owed_by(group, *, store=None, rank=1):
+def expected_of(group, *, store=None, rank=1):
     reference = Reference(CASE, workload=build_workload(CASE))
     shared = None if store is None else WiredSteps(FakeRank(store, rank), stall_seconds=1)
-    return owed_of(group, reference=reference, order_seed=0, shared=shared)
+    return expected_steps_of(group, reference=reference, order_seed=0, shared=shared)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def group():
 def store(group):
     """Store that contains both steps."""
     store = {}
-    telling = owed_by(group, store=store, rank=0).steps
+    telling = expected_of(group, store=store, rank=0).steps
     for _ in range(2):
         telling.advance()
     return store
@@ -72,7 +72,7 @@ def part_of(step, name):
 def all_of(owed, group, step, parts, params, result):
     """Compare everything; rank 0 reports its gradients."""
     comparing = owed.comparison
-    group.telling[0] = True
+    group.reporting[0] = True
     found = [*comparing.compare_measured(result, rank=0, step=step)]
     for part in parts:
         found += comparing.compare_part(part, rank=0, step=step)
@@ -91,7 +91,7 @@ def shown(group):
 
 
 def test_right_values_agree_and_compare_as_many_elements(group, store, shown):
-    hearing, exact = owed_by(group, store=store), owed_by(group)
+    hearing, exact = expected_of(group, store=store), expected_of(group)
     counts = []
     for each in (hearing, exact):
         each.steps.advance()
@@ -153,7 +153,7 @@ def _zeros(shown):
     [_master, _state, _grad, _no_grad, _key, _dtype, _place, _param, _missing, _norm, _zeros],
 )
 def test_wrong_value_does_not_agree(group, store, shown, spoil):
-    hearing = owed_by(group, store=store)
+    hearing = expected_of(group, store=store)
     hearing.steps.advance()
     spoil(shown)
     assert all_of(hearing, group, 0, **shown)
@@ -161,7 +161,7 @@ def test_wrong_value_does_not_agree(group, store, shown, spoil):
 
 def test_fallback_finds_the_same_as_the_exact_comparison(group, store, shown):
     _master(shown)
-    hearing, exact = owed_by(group, store=store), owed_by(group)
+    hearing, exact = expected_of(group, store=store), expected_of(group)
     hearing.steps.advance()
     hearing.steps.fall_back()
     exact.steps.advance()
@@ -170,7 +170,7 @@ def test_fallback_finds_the_same_as_the_exact_comparison(group, store, shown):
 
 
 def test_fallback_continues_at_the_current_step(group, store):
-    hearing, exact = owed_by(group, store=store).steps, owed_by(group).steps
+    hearing, exact = expected_of(group, store=store).steps, expected_of(group).steps
     hearing.advance()
     hearing.fall_back()
     del store["owed 1"]
@@ -184,7 +184,7 @@ def test_fallback_continues_at_the_current_step(group, store):
 
 def test_missing_step_is_computed_locally(group, store):
     del store["owed 1"]
-    hearing = owed_by(group, store=store).steps
+    hearing = expected_of(group, store=store).steps
     for step in range(2):
         assert hearing.get(step).step == step
     assert hearing.is_local
@@ -195,14 +195,14 @@ def test_counts_by_digests_are_restored(group):
     noted = group.noted()
     group.comparer.elems += 5
     group.unobserved.add("norm")
-    group.telling[0] = True
+    group.reporting[0] = True
     group.go_back(noted)
     assert group.noted() == noted
 
 
 def test_stopped_source_shares_no_further_steps(group):
     store = {}
-    telling = owed_by(group, store=store, rank=0).steps
+    telling = expected_of(group, store=store, rank=0).steps
     telling.stop_sharing(0)
     telling.advance()
     assert store == {"owing 0": "{}", "owed 0": "null"}

@@ -51,7 +51,7 @@ def taken(monkeypatch):
 
 
 def facts(result):
-    return result.verdict, result.findings, result.compared_elems, result.owed, result.notes
+    return result.verdict, result.findings, result.compared_elems, result.guarantees, result.notes
 
 
 @pytest.mark.parametrize("model", ["mlp", "moe", "bit-hash", "params"])

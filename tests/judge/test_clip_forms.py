@@ -150,7 +150,7 @@ def test_wrong_gradient_does_not_mention_clipping(pool):
             (loss * 2).backward()
 
     class RankDigests(Target):
-        numerics = Numerics(grads_in_params=True, grads_told="after-division")
+        numerics = Numerics(grads_in_params=True, reported_grads="after-division")
 
         def build(self, module, *, scenario, group):
             return Undivided(module, scenario, group, "fp32-quotient")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from zero_sim.errors import UsageError
-from zero_sim.judge.comparison import owed_of, take_reference
+from zero_sim.judge.comparison import expected_steps_of, take_reference
 from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.ownership import Ownership
 from zero_sim.reference import BoundedReference, Reference
@@ -38,7 +38,7 @@ def steps_of(case):
         first_step=0,
         sees_all=True,
     )
-    return owed_of(group, reference=reference, order_seed=0).steps
+    return expected_steps_of(group, reference=reference, order_seed=0).steps
 
 
 @pytest.mark.parametrize(("case", "kind"), [(CASE, Reference), (UNKNOWN, BoundedReference)])

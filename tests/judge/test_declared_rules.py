@@ -193,17 +193,22 @@ RULES = {
     "told after the division": (
         NARROW,
         {"told": "after-division"},
-        Numerics(grads_told="after-division"),
+        Numerics(reported_grads="after-division"),
         {},
     ),
     "told after it in fp32": (
         NARROW,
         {"told": "after-division", "told in": FP32},
-        Numerics(grads_told="after-division", told_dtype="fp32"),
+        Numerics(reported_grads="after-division", reported_dtype="fp32"),
         {},
     ),
-    "told in fp32": (NARROW, {"told in": FP32}, Numerics(told_dtype="fp32"), {}),
-    "told after the clip": (CLIPPED, {"told": "after-clip"}, Numerics(grads_told="after-clip"), {}),
+    "told in fp32": (NARROW, {"told in": FP32}, Numerics(reported_dtype="fp32"), {}),
+    "told after the clip": (
+        CLIPPED,
+        {"told": "after-clip"},
+        Numerics(reported_grads="after-clip"),
+        {},
+    ),
     "norm of own params": (
         CLIPPED,
         {"norm": norm_of_own, "shards": True},
@@ -216,7 +221,7 @@ RULES = {
         Numerics(norm="of-shards"),
         {"stages": (1,)},
     ),
-    "a norm of nobody's": (CLIPPED, {"norm": norm_of_nobody}, Numerics(norm="told"), {}),
+    "a norm of nobody's": (CLIPPED, {"norm": norm_of_nobody}, Numerics(norm="reported"), {}),
     "a clip of its own": (CLIPPED, {"clip": own_clip}, Numerics(clip=own_clip), {}),
     "unused params left alone": (
         UNUSED,
@@ -227,25 +232,25 @@ RULES = {
     "over copies in fp32": (
         NARROW_BLOCKS,
         {"copies": FP32},
-        Numerics(copies_dtype="fp32"),
+        Numerics(replica_dtype="fp32"),
         {"stages": (1,)},
     ),
     "over copies in fp32, every micro-batch": (
         NARROW_BLOCKS,
         {"copies": FP32, "sum": FP32, "sync": "every"},
-        Numerics(copies_dtype="fp32", accumulate_dtype="fp32", sync="every"),
+        Numerics(replica_dtype="fp32", accumulate_dtype="fp32", sync="every"),
         {"stages": (1,)},
     ),
     "over copies in fp32 at last": (
         NARROW_BLOCKS,
         {"copies": FP32, "sync": "every-in-block"},
-        Numerics(copies_dtype="fp32", sync="every-in-block"),
+        Numerics(replica_dtype="fp32", sync="every-in-block"),
         {"stages": (1,)},
     ),
     "a narrow wire between copies": (
         BLOCKS,
         {"copies": BF16},
-        Numerics(copies_dtype="bf16"),
+        Numerics(replica_dtype="bf16"),
         {"stages": (1,)},
     ),
     "scatters every round": (
@@ -303,8 +308,8 @@ def test_rule_passes_if_declared_and_fails_otherwise(pool, rule):
     case = staged(case, able)
     right = run_case(case, pool=pool, target=Target(does, declared, **able))
     assert right.verdict == "pass", right.findings or right
-    # If `grads_told` is not declared, the judge would infer it.
-    plain = Numerics(grads_told="before-division")
+    # If `reported_grads` is not declared, the judge would infer it.
+    plain = Numerics(reported_grads="before-division")
     # Two roundings of one norm may agree, depending on the machine, so try several seeds.
     for seed in range(8):
         case = replace(case, run=replace(case.run, seed=seed))

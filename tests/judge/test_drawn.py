@@ -55,7 +55,7 @@ class ByShard:
     name = "by-shard"
     draws_weights = True
     capabilities = Capabilities(stages=(1,))
-    numerics = Numerics(grads_told="after-division")
+    numerics = Numerics(reported_grads="after-division")
 
     def __init__(self, *, one_seed=False):
         self.one_seed = one_seed
@@ -76,7 +76,7 @@ class ByModule:
     name = "by-module"
     draws_weights = True
     capabilities = Capabilities(stages=(0,))
-    numerics = Numerics(grads_told="after-division")
+    numerics = Numerics(reported_grads="after-division")
 
     def __init__(self, *, seeded=True, anew=False):
         self.seeded, self.anew = seeded, anew

@@ -88,7 +88,7 @@ def test_missing_division_is_the_message():
 
 def test_declaration_is_proposed_last_and_conditionally():
     detail = found(Newcomer(optimizer=sgd_of_spec, reduce=never_divided, shows_grads=True)).detail
-    lead = "\nIf this is intended, declare one of: Numerics(grads_told='before-division'), "
+    lead = "\nIf this is intended, declare one of: Numerics(reported_grads='before-division'), "
     assert detail.count("declare") == 1
     assert detail.endswith(f"{lead}Numerics(divide='none')")
 
@@ -142,7 +142,7 @@ def test_gradients_in_unknown_order_have_a_cause(does, cause):
         world=WorldSpec(size=3, order_known=False),
         optimizer=OptimizerSpec(),
     )
-    told = Numerics(grads_told="after-division")
+    told = Numerics(reported_grads="after-division")
     finding = found(Ruled(does, told), case)
     assert finding.message.startswith(f"the reduced gradient is {cause}")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero_sim.judge.checks.given_back import check_given_back, hooks_of, note_module
+from zero_sim.judge.checks.unwrapped import check_unwrapped, hooks_of, note_module
 from zero_sim.scenario.spec import SystemSpec
 
 
@@ -20,7 +20,7 @@ def messages(spoil, *, not_its_own=frozenset()):
     before = note_module(module)
     held = {name: param.detach().clone() for name, param in module.named_parameters()}
     given = spoil(module)
-    found = check_given_back(
+    found = check_unwrapped(
         module if given is None else given,
         before,
         held=held,
@@ -70,7 +70,7 @@ def test_hooks_of_others_are_ignored():
     before = note_module(module)
     forward_hook(module)
     own = hooks_of(module) - before.hooks
-    assert [*check_given_back(module, before, held={}, not_its_own=own, step=0, rank=0)] == []
+    assert [*check_unwrapped(module, before, held={}, not_its_own=own, step=0, rank=0)] == []
 
 
 def test_other_class_and_new_attribute_are_named():

@@ -38,7 +38,7 @@ def test_exact_case_passes_in_any_assumed_order(judged, monkeypatch, model, orde
         run=RunSpec(steps=3, micro_batches=2, seed=3),
     )
     assert result.verdict == "pass", result.findings
-    assert result.owed.keys() == {"order-free"}
+    assert result.guarantees.keys() == {"order-free"}
     assert any("order-free" in note for note in result.notes)
 
 
@@ -54,8 +54,8 @@ def test_ordinary_case_fails_in_another_order(judged, monkeypatch):
 def test_ordinary_case_is_compared_in_its_order(judged, size, redundancy, row):
     result = judged(world=WorldSpec(size=size), system=SystemSpec(redundancy=redundancy))
     params = 2 * (20 * 5 + 20 + 5 * 20 + 5)
-    assert result.owed == {row: 2 * params}
-    assert result.as_dict()["owed"] == {row: 2 * params}
+    assert result.guarantees == {row: 2 * params}
+    assert result.as_dict()["guarantees"] == {row: 2 * params}
 
 
 @pytest.mark.parametrize("divide", ["pre", "premul"])
@@ -77,7 +77,7 @@ def test_quarter_before_the_sum_is_order_free(judged):
         system=SystemSpec(divide="pre"),
     )
     assert result.verdict == "pass", result.findings
-    assert result.owed.keys() == {"order-free"}
+    assert result.guarantees.keys() == {"order-free"}
 
 
 def test_too_many_rows_are_inconclusive(judged):

@@ -36,7 +36,7 @@ def heard(*spans, held=(frozenset("w"),) * 2):
 
 
 def checks(ownership):
-    return [found.check for found in ownership.check(0, tell_parts=True)]
+    return [found.check for found in ownership.check(0, has_parts=True)]
 
 
 def test_facts_are_complete_when_every_rank_reported():
@@ -72,12 +72,12 @@ def test_replicated_part_counts_once():
     [((2, 2, 2), "ranks 0, 1 and 2, with replicas = 2"), ((2, 3, 3), "with replicas = 2 and 3")],
 )
 def test_wrong_number_of_replicas_is_found(said, words):
-    (found,) = replicated(*said, size=3).check(0, tell_parts=True)
+    (found,) = replicated(*said, size=3).check(0, has_parts=True)
     assert words in found.message
 
 
 def test_wrong_ownership_names_the_declarations():
-    (finding,) = heard((0, 4), (0, 4)).check(0, tell_parts=True)
+    (finding,) = heard((0, 4), (0, 4)).check(0, has_parts=True)
     assert "with system.redundancy = 1, all ranks share it" in finding.message
     assert "declares Capabilities(stages=(0,))" in finding.message
     assert "declares follows=('system.redundancy',)" in finding.message
@@ -97,7 +97,7 @@ def test_owners_are_listed_once_per_range(spans, said):
     ownership = Ownership(case, held=(frozenset("w"),) * 3)
     for rank, span in enumerate(spans):
         ownership.note_facts(rank, facts(*span))
-    found = list(ownership.check(0, tell_parts=True))
+    found = list(ownership.check(0, has_parts=True))
     assert len(found) == len(said)
     assert all(words in each.message for words, each in zip(said, found, strict=True))
     assert all("to return each element once" in each.message for each in found)
@@ -107,14 +107,14 @@ def test_shard_at_stage_0_names_the_declaration():
     ownership = Ownership(replace(CASE, system=SystemSpec(stage=0)), held=(frozenset("w"),) * 2)
     for rank, span in enumerate([(0, 2), (2, 4)]):
         ownership.note_facts(rank, facts(*span))
-    first, _ = ownership.check(0, tell_parts=True)
+    first, _ = ownership.check(0, has_parts=True)
     assert "elements [2, 4) of 4 belong to no rank" in first.message
     assert "every rank keeps all optimizer state" in first.message
     assert "declares Capabilities(stages=(1,))" in first.message
 
 
 def test_unreported_parts_are_not_checked():
-    assert list(heard((0, 2), (3, 4)).check(0, tell_parts=False)) == []
+    assert list(heard((0, 2), (3, 4)).check(0, has_parts=False)) == []
 
 
 def test_ranks_with_the_same_params_share_them():

@@ -32,7 +32,7 @@ class Mixed:
 
     name = "mixed"
     capabilities = Capabilities(stages=(1,))
-    numerics = Numerics(grads_told="after-division")
+    numerics = Numerics(reported_grads="after-division")
 
     def build(self, module, *, scenario, group):
         named = dict(module.named_parameters())

@@ -46,7 +46,7 @@ class _Clipping(WholeParamEngine):
             for grad in grads:
                 grad.mul_(1.0 / combined)
         super().update()
-        return StepResult(norm=torch.tensor(norm, dtype=self.target.told))
+        return StepResult(norm=torch.tensor(norm, dtype=self.target.reported_norm))
 
 
 def rounded(grads, group):
@@ -76,8 +76,8 @@ class _Target:
     capabilities = Capabilities(stages=(0,), follows=("optimizer.clip_norm",))
 
     def __init__(self, norm_of, *, told=torch.float64, **numerics):
-        self.norm_of, self.told = norm_of, told
-        self.numerics = Numerics(grads_told="after-division", **numerics)
+        self.norm_of, self.reported_norm = norm_of, told
+        self.numerics = Numerics(reported_grads="after-division", **numerics)
 
     def build(self, module, *, scenario, group):
         spec = scenario.optimizer
@@ -88,7 +88,7 @@ class _Target:
         return engine
 
 
-TOLD = {"norm": "told", "clip": "fp64-inverse"}
+TOLD = {"norm": "reported", "clip": "fp64-inverse"}
 ROOT = {"clip": "fp64-root-inverse"}
 
 
@@ -104,7 +104,7 @@ def test_clipping_by_a_norm_reported_in_fp64_passes():
 
 
 def test_clipping_by_a_norm_reported_in_fp32_fails():
-    assert "fail" in verdicts(_Target(rounded, told=torch.float32, **TOLD))
+    assert "fail" in verdicts(_Target(rounded, reported_norm=torch.float32, **TOLD))
 
 
 def test_fp64_norm_is_compared_in_fp64():

@@ -9,7 +9,7 @@ from zero_sim import run_case
 from zero_sim.errors import UsageError
 from zero_sim.mutants import find_mutants
 from zero_sim.mutants.campaign import found_by
-from zero_sim.mutants.records import Trial
+from zero_sim.mutants.records import HuntResult
 from zero_sim.mutants.smallest import SHIPPED, features_that_found, record_smallest, smallest_cases
 from zero_sim.scenario.dump import to_chosen_toml
 from zero_sim.shrink import Size, size_of
@@ -71,7 +71,7 @@ def test_features_of_smallest_cases_are_known():
 
 class TestRecording:
     def trial(self, id, **more):
-        return Trial(id=id, killed=True, **more)
+        return HuntResult(id=id, killed=True, **more)
 
     def test_cases_of_other_mutants_are_kept(self, tmp_path):
         case = replace(smallest_cases()[IDS[0]], name="drawn", description="from somewhere")

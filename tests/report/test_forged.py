@@ -11,9 +11,9 @@ from zero_sim.bundle import Bundle, Replayed
 from zero_sim.bundle.records import current_environment
 from zero_sim.findings.records import CaseResult, Finding
 from zero_sim.mutants import find_mutants
-from zero_sim.mutants.records import Trial
+from zero_sim.mutants.records import HuntResult
 from zero_sim.report.html import render_page
-from zero_sim.report.mutants import render_trial
+from zero_sim.report.mutants import render_hunt
 from zero_sim.report.text import render_bundle, render_case, render_replay
 from zero_sim.report.timeline import read_timeline
 from zero_sim.report.traces import chrome_trace, flight_recorder_dumps
@@ -104,8 +104,8 @@ def texts(bundle):
         exit_status=2,
     )
     yield render_replay(replayed)
-    trial = Trial(id="M05", killed=False, armed=1, cases=1, seconds=1.0, error=NASTY)
-    yield render_trial(trial, find_mutants(["M05"])[0])
+    trial = HuntResult(id="M05", killed=False, armed=1, cases=1, seconds=1.0, error=NASTY)
+    yield render_hunt(trial, find_mutants(["M05"])[0])
 
 
 def test_no_line_is_forged(bundle):

@@ -18,17 +18,17 @@ def test_declaration_is_read_from_the_first_finding():
 
 
 def test_alternatives_are_read_separately():
-    one = "If this is intended, declare Numerics(grads_told='before-division')"
+    one = "If this is intended, declare Numerics(reported_grads='before-division')"
     tried = RulesTried(assumed="divide = 'post'", tried=9, fitting=("divide = 'none'",))
     found = (Finding(check="equality.grad", message="", detail=f"a\n\nb\n{one}"),)
     (finding,) = with_rules(found, replace(tried, what="gradient"))
     assert finding.detail.startswith("a\n\nb\nthe reference computed")
     assert finding.detail.endswith(
         "If this is intended, declare one of: "
-        "Numerics(grads_told='before-division'), Numerics(divide='none')"
+        "Numerics(reported_grads='before-division'), Numerics(divide='none')"
     )
     result = CaseResult(id="a", verdict="fail", seconds=0.0, findings=(finding,))
-    assert declared_by(result) == [{"grads_told": "before-division"}, {"divide": "none"}]
+    assert declared_by(result) == [{"reported_grads": "before-division"}, {"divide": "none"}]
     assert "declare" not in without_advice(result).findings[0].detail
 
 

@@ -25,7 +25,7 @@ CASE = Scenario(
     system=SystemSpec(stage=0),
     run=RunSpec(steps=2, micro_batches=3),
 )
-PREMUL = Target({"divide": "premul"}, Numerics(grads_told="before-division"))
+PREMUL = Target({"divide": "premul"}, Numerics(reported_grads="before-division"))
 ADVICE = "If this is intended, declare Numerics(divide='premul')"
 
 
@@ -100,7 +100,7 @@ class RightSumsTarget(Target):
 def test_equal_gradients_exclude_rules_about_gradients(pool):
     """The explanation must fit both the reported gradients and the update."""
     in_fp32 = {"reduce": torch.float32, "tells no norm": True}
-    target = RightSumsTarget(in_fp32, Numerics(grads_told="before-division"))
+    target = RightSumsTarget(in_fp32, Numerics(reported_grads="before-division"))
     (first, *_) = run_case(CASE, pool=pool, target=target).findings
     assert first.check in ("equality.master", "equality.state")
     assert "declare" not in first.detail
@@ -111,7 +111,7 @@ def test_equal_gradients_exclude_rules_about_gradients(pool):
 
 
 def test_rule_about_the_update_is_named_if_gradients_agree(pool):
-    target = Target({"divide": "postmul"}, Numerics(grads_told="before-division"))
+    target = Target({"divide": "postmul"}, Numerics(reported_grads="before-division"))
     case = replace(CASE, model=ModelSpec(name="mlp", hidden=3, blocks=1))
     (first, *_) = run_case(case, pool=pool, target=target).findings
     assert "divide = 'postmul'" in first.detail

@@ -48,7 +48,7 @@ def test_rules_of_a_system_are_found(quick):
     found = find_rules(Target(does))
     assert found.numerics["divide"] == "premul-fp32"
     assert found.numerics["sync"] == "every"
-    assert found.numerics["told_dtype"] == "fp32"
+    assert found.numerics["reported_dtype"] == "fp32"
     assert found.capabilities["dtypes"] == ("bf16",)
     assert found.capabilities["stages"] == (0,)
     assert set(found.capabilities["follows"]) >= {"optimizer.weight_decay"}
@@ -64,7 +64,7 @@ def of_sums(engine, wide):
 
 def test_norm_of_unknown_form_is_taken_as_reported(quick):
     found = find_rules(Target({"norm": of_sums}))
-    assert found.numerics["norm"] == "told"
+    assert found.numerics["norm"] == "reported"
     assert (
         "norm: no known form has the bits of all norms of 29 random gradients: taken as reported"
         in (found.unclear)
@@ -79,7 +79,7 @@ def of_long_ones(engine, wide):
     return norm if elems <= 1000 else torch.nextafter(norm, torch.tensor(torch.inf))
 
 
-@pytest.mark.parametrize(("norm", "rule"), [({}, None), ({"norm": of_long_ones}, "told")])
+@pytest.mark.parametrize(("norm", "rule"), [({}, None), ({"norm": of_long_ones}, "reported")])
 def test_norm_rule_is_tested_on_200_random_gradients(norm, rule):
     with WorldPool() as pool:
         found = found_rules._Search(target=Target(norm), pool=pool)
@@ -100,7 +100,7 @@ def test_norm_with_too_few_gradients_is_taken_as_reported(quick, monkeypatch):
     monkeypatch.setattr(norm_rules, "NORMS_MIN", 1000)
     monkeypatch.setattr(found_rules, "NORMS_MIN", 1000)
     found = find_rules(Target({}))
-    assert found.numerics["norm"] == "told"
+    assert found.numerics["norm"] == "reported"
     assert (
         "norm: only 49 random gradients passed; 1000 distinguish forms: taken as reported"
         in found.unclear
@@ -136,15 +136,15 @@ def test_assertion_about_sizes_is_a_limit(quick):
 
 def test_declared_reported_norm_is_not_contradicted(quick, monkeypatch):
     monkeypatch.setattr(found_rules, "_ALTERNATIVES", {"norm": ("of-elements", "of-params")})
-    found = find_rules(Target({}, Numerics(norm="told")))
-    assert found.numerics["norm"] == "told"
+    found = find_rules(Target({}, Numerics(norm="reported")))
+    assert found.numerics["norm"] == "reported"
     assert found.contradicted == []
 
 
 def test_number_without_effect_stays_as_declared(quick):
     """One division by 3, or by 2 and by 1.5; the first of the two is exact."""
     does = {"divide": "post-rounded", "told": "after-division"}
-    said = Numerics(divide="post-rounded", predivide_by=2.0, grads_told="after-division")
+    said = Numerics(divide="post-rounded", predivide_by=2.0, reported_grads="after-division")
     found = find_rules(Target(does, said))
     assert found.numerics["predivide_by"] == 2.0
     assert "predivide_by = None: the same bits in all cases: as declared" in found.unclear
@@ -183,7 +183,7 @@ class ByDtype(Target):
         self.numerics = lambda scenario: Numerics(
             divide="premul-fp32",
             sync="every",
-            told_dtype="fp32",
+            reported_dtype="fp32",
             reduce_dtype=named[scenario.model.dtype],
         )
 
@@ -242,7 +242,7 @@ def test_update_with_other_rounding_is_named(quick):
         find_rules(RoundedUpTarget())
     expected = (
         "got an update that differs from torch's AdamW, first by 1 ulp: the fp32 master differs, "
-        "although no gradient differs by Numerics(grads_told='after-division')"
+        "although no gradient differs by Numerics(reported_grads='after-division')"
     )
     assert expected in str(caught.value)
     assert "declare `reference_optimizer`" in str(caught.value)

@@ -26,7 +26,7 @@ from zero_sim.scenario.spec import (
     TopologySpec,
     WorldSpec,
 )
-from zero_sim.targets import Capabilities, check_asked
+from zero_sim.targets import Capabilities, check_supported
 
 LATER = ReloadSpec(step=1, async_steps=2)
 CASE = Scenario(
@@ -199,7 +199,7 @@ def test_undeclared_async_save_is_refused():
         capabilities = Capabilities(stages=(0,), optimizers=("sgd",), follows=("reload",))
 
     with pytest.raises(ScenarioError, match=r"reload\.async_steps"):
-        check_asked(Waiting(Saving), replace(CASE, **PLAIN))
+        check_supported(Waiting(Saving), replace(CASE, **PLAIN))
 
 
 def test_checkpoint_must_be_complete_within_the_run():

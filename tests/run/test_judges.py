@@ -74,7 +74,7 @@ def test_results_keep_the_order_of_cases(results):
 def test_verdicts_and_findings_equal_those_of_one_process(results):
     def told(result):
         found = [(each.check, each.message, each.rank, each.got) for each in result.findings]
-        return result.verdict, result.error, found, result.owed, result.log_digest
+        return result.verdict, result.error, found, result.guarantees, result.log_digest
 
     alone, shared = results
     assert [told(result) for result in shared] == [told(result) for result in alone]

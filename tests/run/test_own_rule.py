@@ -261,7 +261,11 @@ class Clipped(OwnMuon):
         OwnMuon.capabilities, follows=(*OwnMuon.capabilities.follows, "optimizer.clip_norm")
     )
     numerics = replace(
-        OwnMuon.numerics, norm="told", clip=in_bf16, grads_told="after-clip", told_dtype="param"
+        OwnMuon.numerics,
+        norm="reported",
+        clip=in_bf16,
+        reported_grads="after-clip",
+        reported_dtype="param",
     )
     slip = 1.0
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.run.keeper import LIBRARY, NAMES, Keeper
 from zero_sim import run_case
-from zero_sim.rules.rank_globals import find_kept_names
+from zero_sim.rules.rank_globals import find_rank_globals
 from zero_sim.run.rank_local import as_in_new_process
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
 from zero_sim.targets import Capabilities, Library, Numerics, RankLocal
@@ -81,7 +81,7 @@ def test_package_can_be_imported_per_rank(judged_fp32):
 
 @pytest.mark.usefixtures("library")
 def test_kept_names_are_found_by_running_two_ranks():
-    found = find_kept_names(
+    found = find_rank_globals(
         Keeper(), [replace(CASE, world=WorldSpec(size=2))], packages=["keeper_lib"]
     )
     assert found.names == NAMES

@@ -81,7 +81,7 @@ def test_report_survives_json():
         has_stepped=True,
         uncertified_step=None,
         unobserved=frozenset({"norm"}),
-        owed=Counter({"one-sum": 3}),
+        guarantees=Counter({"one-sum": 3}),
         width=Width(reach=1e-7, signless=2),
         digests=RankDigests(
             copies=(Copy(step=0, what="norm", param="", start=0, rank=2, digest="ab"),),
@@ -92,7 +92,7 @@ def test_report_survives_json():
         bad_step=1,
         findings=(found,),
     )
-    report = Report(judged=[judged], found=[found], failure=GONE, accuracy=0.5, said=["so"])
+    report = Report(judged=[judged], found=[found], failure=GONE, accuracy=0.5, system_notes=["so"])
     heard = Report.from_dict(json.loads(json.dumps(report.as_dict())))
     assert heard == replace(report, drifts=[], measured=[])
     assert heard.found[0].evidence is None

@@ -35,7 +35,7 @@ class Engine(WholeParamEngine):
 class Target:
     name = "saving"
     capabilities = Capabilities(stages=(0,), follows=("reload",))
-    numerics = Numerics(grads_told="after-division")
+    numerics = Numerics(reported_grads="after-division")
 
     def __init__(self, *, forgets):
         self.forgets = forgets

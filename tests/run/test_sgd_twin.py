@@ -41,9 +41,9 @@ def judge(pool):
     [
         (Target(), CASE, "params-only"),
         (Target(), SGD, "params-only"),
-        (Target(shows=True, grads_told="after-division"), CASE, "full"),
-        (Target(shows=True, keeps=True, grads_told="before-division"), CASE, "params-only"),
-        (Target(shows=True, keeps=True, grads_told="before-division"), SGD, "full"),
+        (Target(shows=True, reported_grads="after-division"), CASE, "full"),
+        (Target(shows=True, keeps=True, reported_grads="before-division"), CASE, "params-only"),
+        (Target(shows=True, keeps=True, reported_grads="before-division"), SGD, "full"),
         (Target(shows=True, divide="none", averages=False), CASE, "full"),
     ],
     ids=["params", "params of sgd", "means", "sums", "sums and sgd", "nothing is divided"],
@@ -57,7 +57,7 @@ def test_masters_and_state_give_full_scope(judged):
     assert judged().scope == "full"
 
 
-@pytest.mark.parametrize("numerics", [{}, {"shows": True, "grads_told": "before-division"}])
+@pytest.mark.parametrize("numerics", [{}, {"shows": True, "reported_grads": "before-division"}])
 def test_missing_division_is_found_with_sgd(judge, pool, numerics):
     target = Target(averages=False, **numerics)
     assert run_case(CASE, pool=pool, target=target).verdict == "pass"

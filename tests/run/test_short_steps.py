@@ -32,7 +32,7 @@ class Engine(WholeParamEngine):
 class Target:
     name = "by-tokens"
     capabilities = Capabilities(stages=(0,), follows=("run.micro_batches",))
-    numerics = Numerics(scale_loss="tokens", divide_by="ranks", grads_told="after-division")
+    numerics = Numerics(scale_loss="tokens", divide_by="ranks", reported_grads="after-division")
 
     def __init__(self, *, keeps_first):
         self.keeps_first = keeps_first

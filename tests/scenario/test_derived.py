@@ -7,11 +7,11 @@ import pytest
 from zero_sim.layout.topology import AXES, Topology
 from zero_sim.scenario.derived import (
     counts_over_ranks,
+    group_rank_of,
     limits_of_joins,
     overlaps_grads,
     overlaps_params,
     own_micro_batches,
-    place_in_group,
     world_size_at,
 )
 from zero_sim.scenario.rules import check_scenario
@@ -49,7 +49,7 @@ def test_group_ranks_equal_those_of_the_topology(order):
         spec = TopologySpec(tp=tp, cp=cp, pp=pp, order=order)
         for ranks in Topology(tp=tp, cp=cp, dp=dp, pp=pp, order=order).dp_cp_groups():
             places = [
-                place_in_group(rank, topology=spec, world_size=tp * cp * dp * pp) for rank in ranks
+                group_rank_of(rank, topology=spec, world_size=tp * cp * dp * pp) for rank in ranks
             ]
             assert places == list(range(len(ranks)))
 

@@ -249,11 +249,11 @@ def test_limit_stops_the_search_and_is_reported(limits, stopped):
 
 def test_caller_can_stop_the_search():
     small = shrink(case(), fails=lambda scenario: True, is_over=lambda: True)
-    assert (small.scenario, small.stopped, small.cases) == (case(), "asked", 0)
+    assert (small.scenario, small.stopped, small.cases) == (case(), "interrupt", 0)
 
 
 def test_case_that_may_not_run_is_not_counted():
-    small = shrink(case(), fails=lambda scenario: True, may_ask=lambda scenario: False)
+    small = shrink(case(), fails=lambda scenario: True, may_run=lambda scenario: False)
     assert (small.scenario, small.complete, small.cases) == (case(), True, 0)
 
 

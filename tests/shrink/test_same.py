@@ -43,7 +43,7 @@ def apart(by):
 def shrunk(case, judge, **more):
     limits = Limits(cases=300)
     return shrink_finding(
-        case, judge(case), judge=judge, may_ask=lambda other: True, limits=limits, **more
+        case, judge(case), judge=judge, may_run=lambda other: True, limits=limits, **more
     )
 
 

@@ -96,7 +96,7 @@ class OwnMuon:
         follows=("optimizer.momentum", "optimizer.warmup_steps"),
     )
     numerics = Numerics(
-        divide="post-rounded", grad_dtype="param", grads_told="after-division", masters="param"
+        divide="post-rounded", grad_dtype="param", reported_grads="after-division", masters="param"
     )
     reference_step = rule = staticmethod(muon_step)
 

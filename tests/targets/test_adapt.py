@@ -66,7 +66,7 @@ class WithoutDividing(Least):
 
 
 def test_wrong_divisor_is_found_in_reported_gradients(pool):
-    shown = Numerics(grads_in_params=True, grads_told="after-division")
+    shown = Numerics(grads_in_params=True, reported_grads="after-division")
     assert judge(pool, Target(numerics=shown)).verdict == "pass"
     result = judge(pool, Target(WithoutDividing, numerics=shown))
     assert result.findings[0].check == "equality.grad"
@@ -82,11 +82,11 @@ class ShowsTheSums(Least):
     [(Least, "before-division", "after"), (ShowsTheSums, "after-division", "before")],
 )
 def test_gradient_on_the_other_side_of_the_division_is_named(pool, engine, declared, right):
-    shown = Numerics(grads_in_params=True, grads_told=declared)
+    shown = Numerics(grads_in_params=True, reported_grads=declared)
     (finding,) = judge(pool, Target(engine, numerics=shown)).findings
     assert finding.check == "equality.grad"
     assert f"these are its bits {right} the division by 3.\n" in finding.detail
-    assert f"Numerics(grads_told='{right}-division')" in finding.detail
+    assert f"Numerics(reported_grads='{right}-division')" in finding.detail
 
 
 def test_norm_not_reported_by_a_clipping_engine_is_not_observed(pool):
@@ -100,7 +100,7 @@ def test_norm_not_reported_by_a_clipping_engine_is_not_observed(pool):
 
 def test_reported_gradients_are_compared_in_param_order(pool):
     """Otherwise each process would report another finding of the same case."""
-    shown = Numerics(grads_in_params=True, grads_told="before-division")
+    shown = Numerics(grads_in_params=True, reported_grads="before-division")
     (finding,) = judge(pool, Target(numerics=shown)).findings
     ends = [f"{block}.{layer}.{kind}" for block in (0, 1) for layer in ("up", "down")
             for kind in ("weight", "bias")]  # fmt: skip
@@ -109,7 +109,7 @@ def test_reported_gradients_are_compared_in_param_order(pool):
 
 
 def test_reported_gradients_are_not_listed_as_unobserved(pool):
-    shown = Numerics(grads_in_params=True, grads_told="after-division")
+    shown = Numerics(grads_in_params=True, reported_grads="after-division")
     assert "reduced gradients" not in unobserved(judge(pool, Target(numerics=shown)))
 
 
@@ -119,7 +119,7 @@ def test_param_without_its_reported_gradient_is_a_finding(pool):
             super().step(lr_factor=lr_factor)
             next(iter(self.module.parameters())).grad = None
 
-    shown = Numerics(grads_in_params=True, grads_told="after-division")
+    shown = Numerics(grads_in_params=True, reported_grads="after-division")
     result = judge(pool, Target(Forgetful, numerics=shown))
     assert "has no gradient" in result.findings[0].message
 

@@ -19,10 +19,10 @@ def known_of(module):
     return untrained_of(dict(module.named_parameters()))
 
 
-def seen(module, known, *, told=None):
+def seen(module, known, *, reported=None):
     """Observation of the weight, the only frozen param."""
-    told = {} if told is None else told
-    (only,) = look_at(known, told=told, held=dict(module.named_parameters()))
+    reported = {} if reported is None else reported
+    (only,) = look_at(known, reported=reported, held=dict(module.named_parameters()))
     assert only.name == "weight"
     return only
 
@@ -53,21 +53,21 @@ def test_replaced_param_is_not_observed(module):
 def test_replaced_param_is_observed_if_reported_params_are_the_modules(module):
     known = known_of(module)
     module.weight.data = module.weight.detach() * 3
-    only = seen(module, known, told={"bias": module.bias.detach()})
+    only = seen(module, known, reported={"bias": module.bias.detach()})
     assert torch.equal(only.now, only.values * 3)
 
 
 def test_reported_copies_do_not_prove_that_a_param_was_replaced(module):
     known = known_of(module)
     module.weight.data = module.weight.detach() * 3
-    assert seen(module, known, told={"bias": module.bias.detach().clone()}).now is None
+    assert seen(module, known, reported={"bias": module.bias.detach().clone()}).now is None
 
 
 def test_reported_values_are_observed(module):
     known = known_of(module)
     module.weight.data = torch.zeros(1)
     whole = known["weight"].values.reshape(-1) + 1
-    assert torch.equal(seen(module, known, told={"weight": whole}).now, whole.reshape(2, 3))
+    assert torch.equal(seen(module, known, reported={"weight": whole}).now, whole.reshape(2, 3))
 
 
 def freed(weight):
@@ -88,7 +88,7 @@ PARTIAL = {
 def test_incomparable_tensor_is_not_observed(module, what):
     known = known_of(module)
     other = PARTIAL[what](module.weight.detach().clone())
-    assert seen(module, known, told={"weight": other}).now is None
+    assert seen(module, known, reported={"weight": other}).now is None
 
 
 def test_freed_memory_is_not_read(module):
@@ -100,7 +100,7 @@ def test_freed_memory_is_not_read(module):
 def test_wider_dtype_is_compared_after_the_cast():
     module = nn.Linear(3, 2, dtype=torch.bfloat16)
     known = known_of(module.requires_grad_(False))
-    only = next(iter(look_at(known, told={"weight": module.weight.float()}, held={})))
+    only = next(iter(look_at(known, reported={"weight": module.weight.float()}, held={})))
     assert only.values.dtype == torch.float32
     assert torch.equal(only.now, only.values)
 

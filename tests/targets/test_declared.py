@@ -24,7 +24,7 @@ from zero_sim.sim.order_backends import ORDERS
 from zero_sim.targets import (
     Capabilities,
     Numerics,
-    check_asked,
+    check_supported,
     find_target,
     reduce_ops_of,
     refusals,
@@ -148,7 +148,7 @@ def test_target_may_refuse_in_plain_words(refuses):
     target = Modest()
     target.refuses = refuses
     with pytest.raises(ScenarioError, match=r"system\.target: 2D params only"):
-        check_asked(target, PLAIN)
+        check_supported(target, PLAIN)
 
 
 def test_zero_sim_refuses_nothing():

@@ -36,7 +36,7 @@ SHOWN = {
 
 
 def judged(
-    build, *, shapes=SHAPES, stage=1, dtype="fp32", told_dtype="sum", freeze=(), **optimizer
+    build, *, shapes=SHAPES, stage=1, dtype="fp32", reported_dtype="sum", freeze=(), **optimizer
 ):
     class Mine:
         name = "mine"
@@ -44,7 +44,7 @@ def judged(
             stages=(0, 1), dtypes=("fp32", "bf16"), optimizers=("adamw", "sgd"),
             follows=(*OPTIMIZER_SETTINGS, "run.micro_batches", "model.freeze"),
         )  # fmt: skip
-        numerics = Numerics(grads_told="after-division", told_dtype=told_dtype)
+        numerics = Numerics(reported_grads="after-division", reported_dtype=reported_dtype)
 
         def build(self, module, *, scenario, group):
             return build(module, scenario, group)
@@ -157,7 +157,7 @@ def test_wrong_hook_of_whole_params_is_found(kind, check):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_flat_shards_pass(dtype):
     told = "sum" if dtype == "fp32" else "fp32"
-    assert passes(judged(flat(), dtype=dtype, told_dtype=told, warmup_steps=2))
+    assert passes(judged(flat(), dtype=dtype, reported_dtype=told, warmup_steps=2))
 
 
 def test_more_ranks_than_elements_pass():

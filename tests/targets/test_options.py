@@ -13,7 +13,7 @@ from zero_sim.scenario.load import parse_cases
 from zero_sim.scenario.spec import ModelSpec, RunSpec, Scenario, SystemSpec, WorldSpec
 from zero_sim.shrink import Limits, shrink_finding
 from zero_sim.targets import Option, chosen_options, options_of, refusals, with_options
-from zero_sim.targets.options import check_said
+from zero_sim.targets.options import check_given
 
 CASE = Scenario(
     schema=1,
@@ -110,14 +110,14 @@ def test_irrelevant_options_are_shrunk_away():
         result,
         judge=judge,
         limits=Limits(seconds=60.0),
-        may_ask=lambda other: not refusals(target, other),
+        may_run=lambda other: not refusals(target, other),
     )
     assert [each.name for each in reduced.scenario.system.options] == ["wrong by"]
 
 
 def test_option_values_are_checked_against_declarations():
-    check_said(Opted(), {"fast": "true"})
+    check_given(Opted(), {"fast": "true"})
     with pytest.raises(UsageError, match="expected --option to name an option of target 'ruled'"):
-        check_said(Opted(), {"slow": "true"})
+        check_given(Opted(), {"slow": "true"})
     with pytest.raises(UsageError, match="--option fast: expected true or false"):
-        check_said(Opted(), {"fast": "1"})
+        check_given(Opted(), {"fast": "1"})

@@ -65,7 +65,7 @@ def test_another_division_rule_is_found():
     target = TorchDDP()
     declared = target.numerics
     target.numerics = lambda scenario: replace(
-        declared(scenario), divide="post", grads_told="after-division"
+        declared(scenario), divide="post", reported_grads="after-division"
     )
     with pytest.raises(NotConformant) as failed:
         conformance(target, cases=60, shrink_seconds=3600)()

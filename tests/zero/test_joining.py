@@ -53,7 +53,7 @@ def train(rank, data, *, buffer_elems=None, **config):
         ddp.end_micro_batch(last)
     optimizer.step()
     ddp.finish_param_gather()
-    return ddp.whole_params()["weight"].item(), ddp.divisor.item()
+    return ddp.unsharded_params()["weight"].item(), ddp.divisor.item()
 
 
 CONFIGS = [

@@ -59,7 +59,7 @@ def train(rank, *, dtype, stage):
         ddp.finish_grad_sync()
         optimizer.step()
         optimizer.zero_grad()
-    return [param.clone() for param in ddp.whole_params().values()]
+    return [param.clone() for param in ddp.unsharded_params().values()]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

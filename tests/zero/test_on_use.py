@@ -318,7 +318,7 @@ class TestTransitions:
             unit = self.unit(wrap(build()))
             message = r"params of bucket 0 .*'0\.weight'.*SHARDED: 'free' came twice"
             with pytest.raises(UsageError, match=message):
-                unit.free_params()
+                unit.reshard()
 
         run_ranks(1, program)
 

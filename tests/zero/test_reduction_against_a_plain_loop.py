@@ -116,7 +116,7 @@ def train_with_zero(config, *, rank):
         ddp.zero_grad_buffer()
         history.append(owned)
     ddp.finish_param_gather()
-    params = {name: param.clone() for name, param in ddp.whole_params().items()}
+    params = {name: param.clone() for name, param in ddp.unsharded_params().items()}
     return history, params
 
 

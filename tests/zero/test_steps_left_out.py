@@ -31,8 +31,8 @@ STEPS = (
     "finish_reduce",
     "reset_grads",
     "start_gather",
-    "free_params",
-    "_adopt_whole",
+    "reshard",
+    "_adopt_unsharded",
     "_end_reduce",
     "_free_grads",
 )
@@ -83,7 +83,7 @@ def test_omitted_wait_is_a_race_and_its_line_named(monkeypatch, step):
     [
         ("fill", "'fill' is missing"),
         ("start_reduce", "'reduce' is missing"),
-        ("_adopt_whole", "'finish' is missing"),
+        ("_adopt_unsharded", "'finish' is missing"),
         ("_end_reduce", "'finish' is missing"),
     ],
 )

@@ -80,7 +80,7 @@ def test_unwrap_removes_hooks_gradients_and_buffers(world_of, config):
         ddp = train(module, rank, **config)
         assert hooks_of(module) != before
         ddp.finish_param_gather()
-        expected = {name: param.clone() for name, param in ddp.whole_params().items()}
+        expected = {name: param.clone() for name, param in ddp.unsharded_params().items()}
         assert ddp.unwrap() is module
         assert hooks_of(module) == before
         assert sizes == [p.untyped_storage().nbytes() for p in module.parameters()]

@@ -176,7 +176,7 @@ def _noted_if_wide(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _dtype_asked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+def _requested_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
     """Return the dtype requested by the arguments of `Tensor.to`; None if there is none."""
     dtype = kwargs.get("dtype")
     for each in args[:2]:
@@ -197,22 +197,22 @@ def _to_native(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _to_by_native(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    asked = _dtype_asked(args, kwargs)
-    if asked is None or self.device.type == "meta":
+    wanted = _requested_dtype(args, kwargs)
+    if wanted is None or self.device.type == "meta":
         return _to(self, *args, **kwargs)
     here = native(self)
-    if asked is here or _stored_dtype(self) in WIDE:
+    if wanted is here or _stored_dtype(self) in WIDE:
         # Only device and memory format may change.
         args = tuple(_as_stored(each, self) for each in args)
         kwargs = {key: _as_stored(each, self) for key, each in kwargs.items()}
         return _to(self, *args, **kwargs)
-    if WIDE.get(asked, asked) is _stored_dtype(self):
+    if WIDE.get(wanted, wanted) is _stored_dtype(self):
         # New storage with its own record first, then device and memory format.
         moved = [each for each in args if not isinstance(each, (torch.dtype, Tensor))]
         moved = [each for each in moved if not isinstance(each, bool)]
         kwargs = {key: each for key, each in kwargs.items() if key not in ("dtype", "other")}
         kwargs.pop("copy", None)
-        copy = torch.ops.aten._to_copy(self, dtype=asked)
+        copy = torch.ops.aten._to_copy(self, dtype=wanted)
         return _to(copy, *moved, **kwargs) if moved or kwargs else copy
     return _to(self, *args, **kwargs)
 
@@ -251,9 +251,9 @@ def _type(original: Callable[..., Any]) -> Callable[..., Any]:
         name = dtype if isinstance(dtype, str) else None
         if name is None and isinstance(dtype, type):
             name = f"{dtype.__module__}.{dtype.__name__}"
-        asked = dtypes.get(name, dtype) if name else dtype
-        if isinstance(asked, torch.dtype):
-            return _to_by_native(self, asked)
+        wanted = dtypes.get(name, dtype) if name else dtype
+        if isinstance(wanted, torch.dtype):
+            return _to_by_native(self, wanted)
         return original(self, dtype, *args, **kwargs)
 
     return call
@@ -312,17 +312,17 @@ def _tensor_patches() -> Iterator[tuple[Any, str, Any]]:
         return set_(self, *(() if source is None else (source,)), *args, **kwargs)
 
     def view(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        asked = kwargs.get("dtype") or (args[0] if args else None)
-        if isinstance(asked, torch.dtype) and thread.active and not _is_harness():
+        wanted = kwargs.get("dtype") or (args[0] if args else None)
+        if isinstance(wanted, torch.dtype) and thread.active and not _is_harness():
             here = native(self)
-            if asked is here:
+            if wanted is here:
                 return plain_view(self, _stored_dtype(self))
-            if here is torch.uint8 and asked in WIDE and not _is_torch():
+            if here is torch.uint8 and wanted in WIDE and not _is_torch():
                 # Bytes from a file that are only read, as safetensors does.
-                return widened(plain_view(self, asked))
-            if here in WIDE or asked in WIDE:
+                return widened(plain_view(self, wanted))
+            if here in WIDE or wanted in WIDE:
                 # Memory does not contain the bytes of such a view.
-                raise UnsupportedByFloat64(f"Tensor.view({asked}) of a {here} tensor")
+                raise UnsupportedByFloat64(f"Tensor.view({wanted}) of a {here} tensor")
         return plain_view(self, *args, **kwargs)
 
     def native_bytes(self: Tensor) -> int:

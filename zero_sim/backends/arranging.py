@@ -41,14 +41,14 @@ def arrangement_of(group: dist.ProcessGroup, *, device: str) -> tuple[Arrangemen
         )
         for kind in ("reduce_scatter", "all_reduce")
     )
-    told = (
-        f"reduce-scatter {_told(scattered)}, all-reduce {_told(reduced)}, partial sums "
+    words = (
+        f"reduce-scatter {_in_words(scattered)}, all-reduce {_in_words(reduced)}, partial sums "
         f"{scattered.accumulator} and {reduced.accumulator}"
     )
-    return fit(scattered, reduced, rank_count=size, elems=elems, elem_bytes=4), told
+    return fit(scattered, reduced, rank_count=size, elems=elems, elem_bytes=4), words
 
 
-def _told(observed: ObservedOrder) -> str:
+def _in_words(observed: ObservedOrder) -> str:
     runs = list(zip(observed.starts, observed.trees, strict=True))
     shown = ", ".join(f"{tree} from element {start}" for start, tree in runs[:4])
     return f"{shown} and {len(runs) - 4} more" if len(runs) > 4 else shown
@@ -91,15 +91,15 @@ def with_channels(arrangement: Arrangement) -> Iterator[Arrangement]:
 def in_words(arrangement: Arrangement) -> str:
     """Describe an arrangement, for a note."""
     ring = " ".join(map(str, arrangement.rings[0]))
-    said = (
+    parts = (
         [f"ring {ring}"] if "ring" in (arrangement.all_reduce, arrangement.reduce_scatter) else []
     )
     if arrangement.all_reduce == "tree":
-        said.append(f"tree {text_of(arrangement.trees[0])} in all-reduces")
+        parts.append(f"tree {text_of(arrangement.trees[0])} in all-reduces")
     if arrangement.reduce_scatter == "pat":
-        said.append("PAT in reduce-scatters")
+        parts.append("PAT in reduce-scatters")
     count = len(arrangement.rings)
-    return ", ".join(said) + (f", on {count} channels" if count > 1 else "")
+    return ", ".join(parts) + (f", on {count} channels" if count > 1 else "")
 
 
 def _gives(

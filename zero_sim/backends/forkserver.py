@@ -20,13 +20,13 @@ from multiprocessing.reduction import recv_handle
 
 from zero_sim.host.garbage import collect_seldom, spare_imports
 from zero_sim.host.signals import leave_to_owner
-from zero_sim.host.warnings_once import tell_once
+from zero_sim.host.warnings_once import show_warnings_once
 
 
 def main(requests: Connection) -> None:
     """Serve requests until the connection ends."""
     leave_to_owner()
-    tell_once()
+    show_warnings_once()
     collect_seldom()
     for name in json.loads(requests.recv_bytes()):
         importlib.import_module(name)

@@ -101,8 +101,8 @@ class Nccl:
 
     def notes(self, process_count: int) -> Sequence[str]:
         """Describe NCCL, the GPU and variables that are set."""
-        told = self.identity()
-        kinds = f"NCCL {told['NCCL']}, CUDA {told['CUDA']} on {told['GPU']}"
+        versions = self.identity()
+        kinds = f"NCCL {versions['NCCL']}, CUDA {versions['CUDA']} on {versions['GPU']}"
         return (f"{kinds}, {process_count} processes", *shown(os.environ))
 
 

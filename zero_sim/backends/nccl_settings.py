@@ -98,11 +98,11 @@ def _agrees(got: str, wanted: str) -> bool:
 def shown(environment: Mapping[str, str]) -> Iterator[str]:
     """Describe the settings: pins, other NCCL and torch variables, and files that NCCL reads."""
     yield "pinned: " + " ".join(f"{name}={environment.get(name, '')}" for name in PINS)
-    told = {*PINS, *_FILES}
+    reported = {*PINS, *_FILES}
     also = [
         f"{name}={value}"
         for name, value in sorted(environment.items())
-        if name.startswith(("NCCL_", "TORCH_NCCL_", "TORCH_FR_")) and name not in told
+        if name.startswith(("NCCL_", "TORCH_NCCL_", "TORCH_FR_")) and name not in reported
     ]
     if also:
         yield "also set: " + " ".join(also)

@@ -27,7 +27,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from zero_sim.errors import EnvironmentProblem
 from zero_sim.host.garbage import collect_seldom
 from zero_sim.host.signals import ENDING, FROM_OWNER, leave_to_owner
-from zero_sim.host.warnings_once import tell_once
+from zero_sim.host.warnings_once import show_warnings_once
 
 Answer = TypeVar("Answer")
 
@@ -258,7 +258,7 @@ def _begin() -> None:
     collect_seldom()
     end_with_parent()
     leave_to_owner()
-    tell_once()
+    show_warnings_once()
 
 
 def end_with_parent() -> None:

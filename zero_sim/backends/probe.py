@@ -104,12 +104,12 @@ def observe(reduce: Reduction, *, rank_count: int, elems: int, dtype: torch.dtyp
     Every rank of the group must call this.
     """
     narrow, wide = _SCALES[dtype]
-    ask = _Asking(reduce, rank_count=rank_count, elems=elems, dtype=dtype)
+    query = _Query(reduce, rank_count=rank_count, elems=elems, dtype=dtype)
     # All elements form one class, until some are added differently.
     classes = [_Class(elements=torch.arange(elems), rank_count=rank_count)]
     # Each round measures one subtree per class, so all ranks make the same calls.
     while any(each.next_set() for each in classes):
-        classes = list(_look(ask, classes, wide))
+        classes = list(_look(query, classes, wide))
     found = sorted((start, each.text()) for each in classes for start in _starts_of(each.elements))
     trees = [(start, text) for start, text in found]
     # Join neighbouring runs with the same tree.
@@ -121,11 +121,11 @@ def observe(reduce: Reduction, *, rank_count: int, elems: int, dtype: torch.dtyp
     return ObservedOrder(
         trees=tuple(text for _, text in kept),
         starts=tuple(start for start, _ in kept),
-        accumulator=_accumulator(ask, classes, narrow),
+        accumulator=_accumulator(query, classes, narrow),
     )
 
 
-class _Asking:
+class _Query:
     """Queries for the ranks outside the smallest subtree of two given ranks."""
 
     def __init__(
@@ -159,16 +159,16 @@ class _Asking:
         """
         rank_ids = torch.arange(self._ranks)
         # [elements, ranks]: the pair itself contributes B and -B, but no power.
-        asked = members & (rank_ids != firsts[:, None]) & (rank_ids != seconds[:, None])
-        asked &= (firsts != seconds)[:, None]
-        place = asked.cumsum(1) - 1  # [elements, ranks]: index among the element's queried ranks.
-        outside = torch.zeros_like(asked)
+        queried = members & (rank_ids != firsts[:, None]) & (rank_ids != seconds[:, None])
+        queried &= (firsts != seconds)[:, None]
+        place = queried.cumsum(1) - 1  # [elements, ranks]: index among the element's queried ranks.
+        outside = torch.zeros_like(queried)
         fits = torch.ones(len(firsts), dtype=torch.bool)
         # Rounded up, at least one.
-        calls = -(-max(1, int(asked.sum(1).max())) // scale.room) if len(firsts) else 0
+        calls = -(-max(1, int(queried.sum(1).max())) // scale.room) if len(firsts) else 0
         # The same on every rank, because each call is a collective.
         for turn in range(calls):
-            here = asked & (place // scale.room == turn)
+            here = queried & (place // scale.room == turn)
 
             def bring(rank: int, here: Tensor = here) -> Tensor:
                 power = torch.pow(2.0, (place[:, rank] % scale.room).double()) * scale.small
@@ -229,8 +229,8 @@ class _Class:
 
     def _text(self, ranks: frozenset[int]) -> str:
         if len(ranks) < 3:
-            told = "+".join(map(str, sorted(ranks)))
-            return f"({told})" if len(ranks) == 2 else told
+            joined = "+".join(map(str, sorted(ranks)))
+            return f"({joined})" if len(ranks) == 2 else joined
         first, *rest = self.parts[ranks]
         total, least = self._text(first), min(first)
         for part in rest:
@@ -257,7 +257,7 @@ class _Class:
                 waiting.extend(chain)
 
 
-def _look(ask: _Asking, classes: Sequence[_Class], scale: Scale) -> Iterator[_Class]:
+def _look(query: _Query, classes: Sequence[_Class], scale: Scale) -> Iterator[_Class]:
     """Measure one subtree per class, and split classes whose elements differ."""
     elems = sum(len(each.elements) for each in classes)
     ranks = len(classes[0]._whole)
@@ -279,7 +279,7 @@ def _look(ask: _Asking, classes: Sequence[_Class], scale: Scale) -> Iterator[_Cl
         for each, rest in zip(classes, others, strict=True):
             if turn < len(rest):
                 seconds[each.elements] = rest[turn]
-        outsides[turn], fit = ask(pivots, seconds, members, scale)
+        outsides[turn], fit = query(pivots, seconds, members, scale)
         fits &= fit
     for each, here, rest in zip(classes, sets, others, strict=True):
         if not here:
@@ -330,7 +330,7 @@ def _starts_of(elements: Tensor) -> list[int]:
     return ordered[is_start].tolist()
 
 
-def _accumulator(ask: _Asking, classes: Sequence[_Class], scale: Scale) -> Accumulator:
+def _accumulator(query: _Query, classes: Sequence[_Class], scale: Scale) -> Accumulator:
     """Return the dtype of partial sums, measured with numbers for which only the data is narrow."""
     elems = sum(len(each.elements) for each in classes)
     pairs = [list(each.pairs()) for each in classes]
@@ -347,7 +347,7 @@ def _accumulator(ask: _Asking, classes: Sequence[_Class], scale: Scale) -> Accum
                 if outside:
                     wanted[each.elements[:, None], torch.tensor(sorted(outside))] = True
         # With the narrow scale, only the data's dtype has no room for both numbers.
-        got, fits = ask(firsts, seconds, members, scale)
+        got, fits = query(firsts, seconds, members, scale)
         ids = torch.arange(ranks)
         all_others = (ids != firsts[:, None]) & (ids != seconds[:, None])
         all_others &= (firsts != seconds)[:, None]
@@ -394,10 +394,10 @@ def verify(
     positions = torch.cat(where)
     # [positions], [positions], [positions, ranks].
     firsts, seconds, wanted = (torch.cat(column) for column in zip(*tables, strict=True))
-    ask = _Asking(reduce, rank_count=rank_count, elems=elems, dtype=dtype, positions=positions)
+    query = _Query(reduce, rank_count=rank_count, elems=elems, dtype=dtype, positions=positions)
     # Query all other ranks, so one pair per element suffices.
     members = torch.ones_like(wanted)
-    got, fits = ask(firsts, seconds, members, _SCALES[dtype][0])
+    got, fits = query(firsts, seconds, members, _SCALES[dtype][0])
     wrong = ((got != wanted).any(1) | ~fits).nonzero().flatten()
     return int(positions[wrong[0]]) if len(wrong) else None
 

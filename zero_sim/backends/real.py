@@ -88,14 +88,14 @@ class RealRank:
             yield
         except BaseException:
             # Other ranks may hang in a collective, so do not wait. They will read this message.
-            self.channel.tell(False, about=f"left {about}")
+            self.channel.send(False, about=f"left {about}")
             self.leave(abort=True)
             raise
         # True if the default group is the only group.
         clean = len(dist.distributed_c10d._world.pg_map) == 1
-        heard = self.channel.exchange(clean, size=size, about=f"left {about}")
+        received = self.channel.exchange(clean, size=size, about=f"left {about}")
         # All ranks must decide alike: all keep the group, or none does.
-        if not all(heard):
+        if not all(received):
             self.leave()
 
     def _join(self, backend: str, *, size: int, about: str) -> None:

@@ -44,7 +44,7 @@ class SideChannel:
         self._store = store
         self._last_sign = 0.0
         # Keys of this program and of the last.
-        self._told: set[str] = set()
+        self._sent: set[str] = set()
         self._earlier: set[str] = set()
 
     def begin(self, number: int) -> None:
@@ -53,7 +53,7 @@ class SideChannel:
         for key in self._earlier:
             # A store never forgets by itself, and a campaign has thousands of programs.
             self._store.delete_key(key)
-        self._earlier, self._told = self._told, set()
+        self._earlier, self._sent = self._sent, set()
         self.number = number
         self._last_sign = 0.0
 
@@ -78,24 +78,24 @@ class SideChannel:
         Raises:
             RankGone: A rank withdrew.
         """
-        key = self._tell({"says": what}, about=about)
+        key = self._send({"says": what}, about=about)
         self.is_listening = True
         try:
             # Blocks until all keys exist.
-            heard = self._store.multi_get([f"{key}/{rank}" for rank in range(size)])
+            received = self._store.multi_get([f"{key}/{rank}" for rank in range(size)])
         finally:
             self.is_listening = False
         self.alive()
-        return [_said(each, rank=rank) for rank, each in enumerate(heard)]
+        return [_content(each, rank=rank) for rank, each in enumerate(received)]
 
-    def tell(self, what: Any, *, about: str) -> None:
+    def send(self, what: Any, *, about: str) -> None:
         """Send a JSON value to all ranks, under a name that is unique in the program.
 
         The ranks need not receive it.
         """
-        self._tell({"says": what}, about=about)
+        self._send({"says": what}, about=about)
 
-    def hear(self, rank: int, *, about: str, seconds: float) -> Any:
+    def receive(self, rank: int, *, about: str, seconds: float) -> Any:
         """Receive the message that a rank sent under a name.
 
         Raises:
@@ -110,11 +110,11 @@ class SideChannel:
             raise TimeoutError(f"rank {rank} sent nothing about {about!r}") from None
         finally:
             self.is_listening = False
-        heard = self._store.get(key)
+        received = self._store.get(key)
         self.alive()
-        return _said(heard, rank=rank)
+        return _content(received, rank=rank)
 
-    def has_told(self, rank: int, *, about: str) -> bool:
+    def has_sent(self, rank: int, *, about: str) -> bool:
         """Return True if a rank has sent or withdrawn a message."""
         return self._store.check([f"{self._key(about)}/{rank}"])
 
@@ -124,30 +124,30 @@ class SideChannel:
         Returns:
             True if there was any such message among the names.
         """
-        left = [each for each in abouts if f"{self._key(each)}/{self.rank}" not in self._told]
+        left = [each for each in abouts if f"{self._key(each)}/{self.rank}" not in self._sent]
         for about in left:
-            self._tell({}, about=about)
+            self._send({}, about=about)
         return bool(left)
 
     def _key(self, about: str) -> str:
         # The program's number keeps earlier programs' late messages apart.
         return f"told/{self.number}/{about}"
 
-    def _tell(self, what: Any, *, about: str) -> str:
+    def _send(self, what: Any, *, about: str) -> str:
         key = self._key(about)
         # Before the key is set, so that `withdraw` never sends a second message for it.
-        self._told.add(f"{key}/{self.rank}")
+        self._sent.add(f"{key}/{self.rank}")
         self._store.set(f"{key}/{self.rank}", json.dumps(what))
         return key
 
 
-def _said(heard: bytes, *, rank: int) -> Any:
+def _content(received: bytes, *, rank: int) -> Any:
     """Return the value in a message.
 
     Raises:
         RankGone: The rank withdrew the message.
     """
-    told = json.loads(heard)
-    if "says" not in told:
+    message = json.loads(received)
+    if "says" not in message:
         raise RankGone(rank)
-    return told["says"]
+    return message["says"]

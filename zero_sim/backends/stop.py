@@ -16,12 +16,12 @@ class Stop:
 
     deadline: float | None = None
     """Deadline on the `time.monotonic` clock; None for none."""
-    asked: bool = False
+    requested: bool = False
 
     @property
     def now(self) -> bool:
         """True if no further case should start."""
-        return self.asked or (self.deadline is not None and time.monotonic() >= self.deadline)
+        return self.requested or (self.deadline is not None and time.monotonic() >= self.deadline)
 
 
 @contextlib.contextmanager
@@ -31,11 +31,11 @@ def interrupts_ask(stop: Stop) -> Iterator[None]:
     Does nothing outside the main thread, because Python delivers signals only there.
     """
 
-    def ask() -> None:
+    def request() -> None:
         # A case may take long, so the second signal does not wait for it.
-        if stop.asked:
+        if stop.requested:
             interrupt()
-        stop.asked = True
+        stop.requested = True
 
-    with listening(ask):
+    with listening(request):
         yield

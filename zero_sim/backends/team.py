@@ -128,8 +128,8 @@ class Teams:
                 stdout=2,
                 env={**os.environ, **threads},
             )
-        self._say([each for each in sys.path if isinstance(each, str)])
-        self._say(list(preload))
+        self._send([each for each in sys.path if isinstance(each, str)])
+        self._send(list(preload))
 
     def __enter__(self) -> Self:
         return self
@@ -243,11 +243,11 @@ class Teams:
     def _fork(self, rank: int) -> _Worker:
         ours, theirs = Pipe()
         with theirs:
-            self._say({"fork": rank})
-            # If the fork server has ended, `_hear` reports it.
+            self._send({"fork": rank})
+            # If the fork server has ended, `_receive_status` reports it.
             with contextlib.suppress(ConnectionError):
                 send_handle(self._requests, theirs.fileno(), self._forkserver.pid)
-        return _Worker(rank, self._hear(), ours)
+        return _Worker(rank, self._receive_status(), ours)
 
     def _end(self, team: _Team) -> dict[int, int]:
         """Kill a team's workers. Return exit statuses by rank, as from `renew`."""
@@ -259,16 +259,16 @@ class Teams:
                 os.kill(worker.pid, signal.SIGKILL)
         for worker in team:
             # By the fork server, because only a parent can read an exit status.
-            self._say({"reap": worker.pid})
-            statuses[worker.rank] = self._hear()
+            self._send({"reap": worker.pid})
+            statuses[worker.rank] = self._receive_status()
         return statuses
 
-    def _say(self, message: object) -> None:
-        # If the fork server has ended, `_hear` reports it.
+    def _send(self, message: object) -> None:
+        # If the fork server has ended, `_receive_status` reports it.
         with contextlib.suppress(ConnectionError):
             self._requests.send_bytes(json.dumps(message).encode())
 
-    def _hear(self) -> int:
+    def _receive_status(self) -> int:
         """Return the fork server's answer to the last request."""
         try:
             return json.loads(self._requests.recv_bytes())
@@ -311,7 +311,7 @@ def _broadcast(
         if not ready:
             if job_rank is not None and left > 0:
                 continue
-            endings.update(_ask_where(pending))
+            endings.update(_locate(pending))
             break
         for connection in ready:
             ending = _receive(pending[connection])
@@ -350,7 +350,7 @@ def _receive(worker: _Worker) -> Ending | Literal["alive", "listening"]:
     )
 
 
-def _ask_where(pending: Mapping[Any, _Worker]) -> dict[int, Ending]:
+def _locate(pending: Mapping[Any, _Worker]) -> dict[int, Ending]:
     """Request the stacks of workers that do not answer."""
     endings = {}
     for connection, worker in pending.items():

@@ -112,14 +112,14 @@ class LaunchedJob:
             (ending,) = self._teams.run(job, shared, size=1, timeout_seconds=stall_seconds)
         except EnvironmentProblem as error:
             problem = str(error)
-        told = self._exchange(
+        reports = self._exchange(
             {"problem": problem, "ending": ending and asdict(ending)}, about="ending"
         )
-        problems: list[str] = [each["problem"] for each in told if each["problem"]]
+        problems: list[str] = [each["problem"] for each in reports if each["problem"]]
         if problems:
             # A rank that left because of another rank only reports that. Prefer the cause.
             raise EnvironmentProblem(min(problems, key=_is_second))
-        endings = [Ending(**each["ending"]) for each in told]
+        endings = [Ending(**each["ending"]) for each in reports]
         # All processes see the same endings, so they agree on starting new workers.
         if any(self._teams.ends_with(each) for each in endings):
             self._teams.renew(1)

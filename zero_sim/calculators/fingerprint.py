@@ -47,7 +47,7 @@ GRAMMARS: Final = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SeenCall:
+class ObservedCall:
     """A rank's call, from a trace, a dump or an event log."""
 
     kind: str
@@ -102,7 +102,7 @@ class Fingerprint:
         }
 
 
-def fingerprint(calls: Sequence[SeenCall]) -> Fingerprint:
+def fingerprint(calls: Sequence[ObservedCall]) -> Fingerprint:
     """Return the fingerprint of a rank's calls.
 
     Args:
@@ -143,7 +143,7 @@ def shortened(letters: str) -> str:
     return " ".join(run[0] if len(run) == 1 else f"{run[0]}{len(run)}" for run in runs)
 
 
-def _grows(call: SeenCall) -> bool:
+def _grows(call: ObservedCall) -> bool:
     """Return True if a call moves params or gradients, not a norm, count or index."""
     dtype = call.dtype.lower()
     is_norm = call.elems <= _FEW_ELEMS or dtype in _WIDE_FLOATS
@@ -151,7 +151,7 @@ def _grows(call: SeenCall) -> bool:
     return _letter(call) != "" and not is_few
 
 
-def _without_buffers(calls: Sequence[SeenCall]) -> Sequence[SeenCall]:
+def _without_buffers(calls: Sequence[ObservedCall]) -> Sequence[ObservedCall]:
     """Omit broadcasts if they move fewer than half as many elements as the sums."""
     # DDP broadcasts module buffers before each forward. Broadcasts of params, as with a single
     # owner per bucket, have as many elements as the gradients.
@@ -161,11 +161,11 @@ def _without_buffers(calls: Sequence[SeenCall]) -> Sequence[SeenCall]:
     return [call for call in calls if _letter(call) != "B"]
 
 
-def _letter(call: SeenCall) -> str:
+def _letter(call: ObservedCall) -> str:
     return next((letter for start, letter in _LETTERS if call.kind.startswith(start)), "")
 
 
-def _letters(calls: Sequence[SeenCall]) -> str:
+def _letters(calls: Sequence[ObservedCall]) -> str:
     # An all-reduce adds shards across replicas if it is as long as a reduce-scatter's output.
     left = {(c.elems // c.ranks) for c in calls if _letter(c) == "R" and c.ranks}
     return "".join(
@@ -204,7 +204,7 @@ def _is_first_step(tokens: Sequence[tuple[str, int, int]], *, begun: int, length
     return begun <= 2 * length and all({kind for kind, _, _ in part} == kinds for part in parts)
 
 
-def _odd(step: Sequence[SeenCall], letters: str, *, stage: str) -> list[str]:
+def _odd(step: Sequence[ObservedCall], letters: str, *, stage: str) -> list[str]:
     found: list[str] = []
     if stage == "stage 1 by all-reduce":
         sent = sum(c.elems * c.elem_bytes for c, at in zip(step, letters, strict=True) if at == "A")
@@ -235,7 +235,7 @@ def _odd(step: Sequence[SeenCall], letters: str, *, stage: str) -> list[str]:
     return found
 
 
-def _sizes(calls: Sequence[SeenCall]) -> list[tuple[int, int, int]]:
+def _sizes(calls: Sequence[ObservedCall]) -> list[tuple[int, int, int]]:
     """Count calls by message size on a ring, in bins with powers of four."""
     bins: Counter[int] = Counter()
     for call in calls:

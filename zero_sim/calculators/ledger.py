@@ -64,13 +64,13 @@ def differences(ledger: RankLedger, footprint: Footprint) -> Iterator[str]:
         ledger: A rank's measured memory.
         footprint: The same rank's closed form.
     """
-    for name, owed in footprint.held.items():
+    for name, wanted in footprint.held.items():
         # Samples omit empty categories.
         got = ledger.between.get(name, 0)
-        if got != owed:
+        if got != wanted:
             yield (
-                f"expected {owed} bytes of {name} between steps by closed form, got {got} on rank "
-                f"{ledger.rank}"
+                f"expected {wanted} bytes of {name} between steps by closed form, got {got} on "
+                f"rank {ledger.rank}"
             )
     # Both live only within a step. If they stay, the stage saves nothing.
     for name in ("gathered", "whole_gradients"):

@@ -76,10 +76,10 @@ class Measured:
                 yield from differences(self.ledgers[rank], footprint)
                 yield from self._other_calls(group, index)
                 kept = self.ledgers[rank].peak_of("checkpoints").bytes.get("checkpoints", 0)
-                owed = checkpoint_bytes(case, rank=index)
-                if kept != owed:
+                wanted = checkpoint_bytes(case, rank=index)
+                if kept != wanted:
                     yield (
-                        f"expected a peak of {owed} bytes of checkpoints by closed form, "
+                        f"expected a peak of {wanted} bytes of checkpoints by closed form, "
                         f"got {kept} on rank {rank}"
                     )
 
@@ -89,12 +89,12 @@ class Measured:
         parts = tuple(each.ranks[index] for each in self.groups)
         planned = planned_calls(self.sizes[rank], scenario=group.scenario, rank=index)
         # A multiset, because the closed form has no call order.
-        owed: Counter[tuple[str, tuple[int, ...], int, str]] = Counter()
+        wanted: Counter[tuple[str, tuple[int, ...], int, str]] = Counter()
         for call, count in planned.items():
             at = parts if call.among == "parts" else tuple(group.ranks[i] for i in call.ranks)
-            owed[call.kind, at, call.elems, call.dtype] += count
+            wanted[call.kind, at, call.elems, call.dtype] += count
         made = Counter((r.kind, r.group_ranks, r.elems, r.dtype) for r in self.records[rank])
-        for what, counts in (("too many", made - owed), ("missing", owed - made)):
+        for what, counts in (("too many", made - wanted), ("missing", wanted - made)):
             for (kind, at, elems, dtype), count in counts.items():
                 yield (
                     f"expected the calls of the closed form on rank {rank}, got {what}: {count} x "

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zero_sim.calculators.ledger import BETWEEN, Sample
-from zero_sim.cost.hook_trace import tell_arrival
+from zero_sim.cost.hook_trace import watch_arrival
 
 # Frames between an operation and its caller: torch itself, and the stand-in for its compiler.
 _BETWEEN_CALLS = (
@@ -157,7 +157,7 @@ def sample_at_modules(meter: MemoryMeter, module: nn.Module) -> None:
             each.register_forward_hook(partial(_ended, meter, label))
     for name, param in module.named_parameters():
         if param.requires_grad:
-            tell_arrival(param, meter._arrive, name=name)
+            watch_arrival(param, meter._arrive, name=name)
 
 
 def _began(meter: MemoryMeter, name: str, module: nn.Module, args: object) -> None:

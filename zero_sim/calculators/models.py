@@ -124,8 +124,10 @@ def _own_model(model: Model) -> OwnModel | None:
 
 
 def _attribute(name: str, attribute: str) -> Any:
-    said = f"the model {name}"
-    return attribute_of(import_module(name, said=said, form=_NAME), attribute, said=said)
+    described = f"the model {name}"
+    return attribute_of(
+        import_module(name, described=described, form=_NAME), attribute, described=described
+    )
 
 
 def _fresh(name: str) -> nn.Module:

@@ -32,7 +32,7 @@ GB = 10**9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Asked:
+class _ModelRequest:
     """Settings of the table; a list of values gives several rows."""
 
     params: int | None = option(
@@ -82,7 +82,7 @@ class _Asked:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _SystemAsked:
+class _SystemRequest:
     """Options that override fields of `system`."""
 
     grad_dtype: str | None = option(
@@ -132,8 +132,8 @@ _measure = click.option(
 
 @click.command()
 @_source
-@takes(_Asked, "asked")
-@takes(_SystemAsked, "system")
+@takes(_ModelRequest, "request")
+@takes(_SystemRequest, "system")
 @_curve
 @_measure
 @json_option
@@ -144,8 +144,8 @@ def memory(
     curve: bool,
     measure: bool,
     as_json: bool,
-    asked: _Asked,
-    system: _SystemAsked,
+    request: _ModelRequest,
+    system: _SystemRequest,
 ) -> None:
     """Calculate a rank's memory by category.
 
@@ -165,23 +165,23 @@ def memory(
     from zero_sim.calculators.rows import alone, memory_row
     from zero_sim.report.costs import render_curve, render_limits, render_memory
 
-    is_counted = asked.params is not None
-    if source is None and len(asked.ranks) > 1 and not (curve or measure):
+    is_counted = request.params is not None
+    if source is None and len(request.ranks) > 1 and not (curve or measure):
         from zero_sim.calculators.limits import PARAMS
 
-        asked = replace(asked, params=asked.params or PARAMS)
-    models = _models(source, asked, system, needs_ranks=not curve)
-    chosen, has_masters = _chosen(models, asked, curve=curve), asked.has_masters
-    limits = [] if curve else _limits(models, asked)
+        request = replace(request, params=request.params or PARAMS)
+    models = _models(source, request, system, needs_ranks=not curve)
+    chosen, has_masters = _chosen(models, request, curve=curve), request.has_masters
+    limits = [] if curve else _limits(models, request)
     runs = _run_all(chosen, has_masters=has_masters, curve=curve) if measure else []
     rows = [memory_row(model, has_masters=has_masters) for model in chosen]
     baseline = alone(models[0], has_masters=has_masters) if len(models) == 1 else None
     first, columns = rows[0], columns_of(sys.stdout)
     if as_json:
-        told = first.as_dict()
+        first_row = first.as_dict()
         echo_report(
             {
-                "bytes_per_rank": told["bytes_per_rank"],
+                "bytes_per_rank": first_row["bytes_per_rank"],
                 "total": first.footprint.total,
                 "rows": [row.as_dict() for row in rows],
                 "single_device": None
@@ -212,8 +212,8 @@ def memory(
 
 @click.command()
 @_source
-@takes(_Asked, "asked")
-@takes(_SystemAsked, "system")
+@takes(_ModelRequest, "request")
+@takes(_SystemRequest, "system")
 @_topology
 @_measure
 @json_option
@@ -224,8 +224,8 @@ def traffic(
     topology: Path | None,
     measure: bool,
     as_json: bool,
-    asked: _Asked,
-    system: _SystemAsked,
+    request: _ModelRequest,
+    system: _SystemRequest,
 ) -> None:
     """Estimate the bytes that a rank sends in a step, by kind and link.
 
@@ -239,16 +239,16 @@ def traffic(
     from zero_sim.calculators.rows import traffic_row
     from zero_sim.report.costs import render_traffic
 
-    models, network = _models(source, asked, system), _network(topology)
-    chosen = _chosen(models, asked)
-    runs = _run_all(chosen, has_masters=asked.has_masters) if measure else []
+    models, network = _models(source, request, system), _network(topology)
+    chosen = _chosen(models, request)
+    runs = _run_all(chosen, has_masters=request.has_masters) if measure else []
     rows = [traffic_row(model, network=network) for model in chosen]
     if as_json:
-        told = rows[0].as_dict()
+        first_row = rows[0].as_dict()
         echo_report(
             {
-                "bytes_sent_per_rank": told["bytes_sent_per_rank"],
-                "total": told["total"],
+                "bytes_sent_per_rank": first_row["bytes_sent_per_rank"],
+                "total": first_row["total"],
                 "rows": [row.as_dict() for row in rows],
                 "network": asdict(network),
                 "measured": _measured_dicts(runs, network=network),
@@ -267,25 +267,25 @@ def traffic(
 
 
 def _models(
-    source: str | None, asked: _Asked, system: _SystemAsked, *, needs_ranks: bool = True
+    source: str | None, request: _ModelRequest, system: _SystemRequest, *, needs_ranks: bool = True
 ) -> list[Model]:
     """Return the models with the given options applied."""
     # Exactly one of both must be given.
-    if (source is None) == (asked.params is None):
+    if (source is None) == (request.params is None):
         got = "neither" if source is None else "both"
         raise UsageError(
             f"expected --params, or a scenario file, or module:name; got {got}. "
             "Try --params 7e9 --ranks 8."
         )
-    if asked.params is not None:
+    if request.params is not None:
         from zero_sim.calculators.counted import counted_model
 
         # A scenario has its own number of ranks, a number of params has none.
-        if not asked.ranks and needs_ranks:
+        if not request.ranks and needs_ranks:
             raise UsageError("expected --ranks with --params, got none. Try --ranks 8.")
-        models = [counted_model(asked.params, dtype=asked.dtype or "bf16")]
+        models = [counted_model(request.params, dtype=request.dtype or "bf16")]
     else:
-        if asked.dtype is not None:
+        if request.dtype is not None:
             raise UsageError(
                 "expected --dtype with --params only, because a model has its own dtypes. Remove "
                 "--dtype."
@@ -296,51 +296,53 @@ def _models(
         # A path may contain a colon too, so try files first.
         is_name = ":" in source and not Path(source).exists()
         models = [model_of_name(source)] if is_name else models_of_file(Path(source))
-    return [_with_settings(model, asked, system) for model in models]
+    return [_with_settings(model, request, system) for model in models]
 
 
-def _with_settings(model: Model, asked: _Asked, system: _SystemAsked) -> Model:
+def _with_settings(model: Model, request: _ModelRequest, system: _SystemRequest) -> Model:
     from zero_sim.calculators.state import check_name
 
     # Only given options replace settings of the model.
     scenario = model.scenario
-    if asked.optimizer is not None:
-        name = check_name(asked.optimizer)
+    if request.optimizer is not None:
+        name = check_name(request.optimizer)
         scenario = replace(scenario, optimizer=replace(scenario.optimizer, name=name))
-    if asked.micro_batches is not None:
-        scenario = replace(scenario, run=replace(scenario.run, micro_batches=asked.micro_batches))
+    if request.micro_batches is not None:
+        scenario = replace(scenario, run=replace(scenario.run, micro_batches=request.micro_batches))
     # Other options are None or False and keep the model's setting.
     fields: dict[str, Any] = {name: value for name, value in asdict(system).items() if value}
     scenario = replace(scenario, system=replace(scenario.system, **fields))
     return replace(model, scenario=scenario)
 
 
-def _chosen(models: Sequence[Model], asked: _Asked, *, curve: bool = False) -> list[Model]:
+def _chosen(models: Sequence[Model], request: _ModelRequest, *, curve: bool = False) -> list[Model]:
     """Return all models with all combinations of ranks, stages and replicas."""
     from zero_sim.calculators import rows
 
     # A model given as a number of params has no stage, so show all stages.
-    stages: list[Any] = [int(stage) for stage in asked.stages]
+    stages: list[Any] = [int(stage) for stage in request.stages]
     if not stages and all(model.counted for model in models):
         stages = [0, 1, 2, 3]
-    copies = asked.redundancies
+    replicas = request.redundancies
     if not curve:
-        return list(rows.choices(models, ranks=asked.ranks, stages=stages, redundancies=copies))
+        return list(rows.choices(models, ranks=request.ranks, stages=stages, redundancies=replicas))
     # A curve has its own numbers of ranks, and room for a single model.
-    if len(models) > 1 or asked.ranks:
-        got = "--ranks" if asked.ranks else f"{len(models)} cases"
+    if len(models) > 1 or request.ranks:
+        got = "--ranks" if request.ranks else f"{len(models)} cases"
         raise UsageError(f"expected one case and no --ranks with --curve, got {got}.")
-    return list(rows.curve(models[0], stages=stages, redundancies=copies))
+    return list(rows.curve(models[0], stages=stages, redundancies=replicas))
 
 
-def _limits(models: Sequence[Model], asked: _Asked) -> list[LimitRow]:
+def _limits(models: Sequence[Model], request: _ModelRequest) -> list[LimitRow]:
     """Return rows by number of ranks; empty without --params or with a single number of ranks."""
-    if len(asked.ranks) < 2 or asked.redundancies or not models[0].counted:
+    if len(request.ranks) < 2 or request.redundancies or not models[0].counted:
         return []
     from zero_sim.calculators.limits import limit_rows
 
-    stages: list[Any] = [int(stage) for stage in asked.stages] or [0, 1, 2, 3]
-    return limit_rows(models[0], ranks=asked.ranks, stages=stages, has_masters=asked.has_masters)
+    stages: list[Any] = [int(stage) for stage in request.stages] or [0, 1, 2, 3]
+    return limit_rows(
+        models[0], ranks=request.ranks, stages=stages, has_masters=request.has_masters
+    )
 
 
 def _waterfall(model: Model, row: MemoryRow, *, has_masters: bool) -> list[str]:

@@ -62,7 +62,7 @@ class _Shard(click.ParamType):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Shown:
+class _Display:
     """Output formats of a campaign."""
 
     coverage: bool = option(
@@ -142,14 +142,14 @@ class _Shown:
     help="Run nothing. Join the corpora of a campaign's shards (files, or all in a folder) into "
     "the new folder of --corpus, and show their findings. Repeatable.",
 )
-@takes(_Shown, "shown")
+@takes(_Display, "display")
 @click.pass_context
 def fuzz(
     ctx: click.Context,
     target: str,
     seconds: float | None,
     device: str,
-    said: tuple[str, ...],
+    option_values: tuple[str, ...],
     cases: int | None,
     family: int,
     order: str | None,
@@ -159,7 +159,7 @@ def fuzz(
     shard: tuple[int, int],
     corpus: Path | None,
     join: tuple[Path, ...],
-    shown: _Shown,
+    display: _Display,
 ) -> None:
     """Generate cases, judge them, and shrink those that fail.
 
@@ -177,7 +177,7 @@ def fuzz(
       zero-sim fuzz --corpus nightly --seed 7 --coverage
     """
     if join:
-        ctx.exit(_join(ctx, join, into=corpus, shown=shown))
+        ctx.exit(_join(ctx, join, into=corpus, display=display))
     with packages_needed():
         from zero_sim.fuzz.campaign import Plan, open_pool, run_campaign
         from zero_sim.fuzz.records import Head, batch_cases
@@ -191,7 +191,7 @@ def fuzz(
         cases=batch_cases(family),
         shard=shard,
         device=device,
-        options=tuple(sorted(parse_own_options(said).items())),
+        options=tuple(sorted(parse_own_options(option_values).items())),
         family=family,
         order=order,
     )
@@ -202,16 +202,16 @@ def fuzz(
         corpus=corpus or _fresh_folder(target, seed=seed, device=device),
     )
     progress = _Progress(started := time.monotonic())
-    with stdout_for(as_json=shown.as_json), open_pool(jobs=jobs, scheduler=scheduler) as pool:
+    with stdout_for(as_json=display.as_json), open_pool(jobs=jobs, scheduler=scheduler) as pool:
         totals = run_campaign(
-            plan, pool=pool, render=render_case, tell=progress.tell, tell_converted=_tell_converted
+            plan, pool=pool, render=render_case, on_batch=progress.update, on_converted=_note_old
         )
     # The report must not begin on the progress line.
     progress.clear()
     if totals.unkept is not None:
         click.echo(f"Error: {totals.unkept}", err=True)
     status = exit_status_of(totals)
-    _show(totals, plan=plan, elapsed=time.monotonic() - started, shown=shown, status=status)
+    _show(totals, plan=plan, elapsed=time.monotonic() - started, display=display, status=status)
     ctx.exit(status)
 
 
@@ -220,7 +220,7 @@ def _show(
     *,
     plan: Plan,
     elapsed: float,
-    shown: _Shown,
+    display: _Display,
     status: int,
     is_own: bool = True,
     **more: object,
@@ -231,23 +231,23 @@ def _show(
         totals: Results so far.
         plan: Settings of the campaign.
         elapsed: Seconds.
-        shown: Output formats.
+        display: Output formats.
         status: Exit status, for JSON.
         is_own: True if the user named the target; False if a corpus did.
         more: Further fields, for JSON.
     """
-    if shown.as_json:
+    if display.as_json:
         fields = json_totals(
-            totals, plan=plan, elapsed=elapsed, coverage=shown.coverage, is_own=is_own
+            totals, plan=plan, elapsed=elapsed, coverage=display.coverage, is_own=is_own
         )
         echo_report({**fields, **more, "exit_status": status})
     else:
-        show_totals(totals, plan=plan, elapsed=elapsed, coverage=shown.coverage, is_own=is_own)
-    if shown.html is not None:
+        show_totals(totals, plan=plan, elapsed=elapsed, coverage=display.coverage, is_own=is_own)
+    if display.html is not None:
         from zero_sim.report.campaign_page import write_campaign_page
 
         names = drawable_features(plan, is_own=is_own)
-        write_campaign_page(shown.html, totals, plan=plan, elapsed=elapsed, names=names)
+        write_campaign_page(display.html, totals, plan=plan, elapsed=elapsed, names=names)
 
 
 def _join(
@@ -255,7 +255,7 @@ def _join(
     places: tuple[Path, ...],
     *,
     into: Path | None,
-    shown: _Shown,
+    display: _Display,
 ) -> int:
     """Join the corpora of shards, print their findings, and return the exit status."""
     # Settings come from the joined files, so refuse options that would set them again.
@@ -285,13 +285,15 @@ def _join(
     # If shards are missing, a finding still counts, but a pass does not.
     status = EXIT_LOST if missing and not totals.found else exit_status_of(totals)
     shards = {"shards": joined.shard_count, "shards_missing": list(missing)}
-    _show(totals, plan=plan, elapsed=seconds, shown=shown, status=status, is_own=False, **shards)
-    if missing and not shown.as_json:
+    _show(
+        totals, plan=plan, elapsed=seconds, display=display, status=status, is_own=False, **shards
+    )
+    if missing and not display.as_json:
         click.echo(f"Missing of {joined.shard_count:,} shards: {in_runs(missing)}.")
     return status
 
 
-def _tell_converted(old: Path) -> None:
+def _note_old(old: Path) -> None:
     click.echo(
         printable(f"Converted {old}, of an earlier version, to SQLite. You can delete it."),
         err=True,
@@ -335,7 +337,7 @@ class _Progress:
         self._shown_at = started
         self._known = 0
 
-    def tell(self, totals: CampaignTotals) -> None:
+    def update(self, totals: CampaignTotals) -> None:
         """Show the progress."""
         now = time.monotonic()
         line = totals.progress(seconds=now - self._started)

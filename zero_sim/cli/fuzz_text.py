@@ -76,9 +76,9 @@ def _show_rechecked(totals: CampaignTotals, *, plan: Plan) -> None:
     """Print how earlier findings were judged now."""
     # Messages in a corpus may come from a stranger, hence `printable`.
     for one in totals.rechecked:
-        found, said = one.found, f": {one.said}" if one.said else ""
+        found, reason = one.found, f": {one.reason}" if one.reason else ""
         line = (
-            f"Found earlier, {_OUTCOMES[one.outcome]}{said}\n  {found.key.check}: {found.message}"
+            f"Found earlier, {_OUTCOMES[one.outcome]}{reason}\n  {found.key.check}: {found.message}"
         )
         if one.outcome == "fixed" and found.bundle:
             line += f"\n  bundle      {plan.corpus / 'fixed' / found.bundle}"
@@ -95,12 +95,12 @@ def json_totals(
     """
     from zero_sim.report.coverage import coverage_data
 
-    told: dict[str, object] = totals.as_dict()
+    data: dict[str, object] = totals.as_dict()
     if coverage:
         names, finders = drawable_features(plan, is_own=is_own), _finders()
-        told["coverage"] = coverage_data(totals.coverage, names=names, finders=finders)
+        data["coverage"] = coverage_data(totals.coverage, names=names, finders=finders)
     where = {"device": plan.head.device, "corpus": str(plan.corpus), "seconds": elapsed}
-    return {**told, **where, "shards": plan.head.shard[1], "shards_missing": []}
+    return {**data, **where, "shards": plan.head.shard[1], "shards_missing": []}
 
 
 def _capabilities(plan: Plan, *, is_own: bool) -> Capabilities:

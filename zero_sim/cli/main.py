@@ -29,9 +29,14 @@ from zero_sim.cli.findings import explain, report
 from zero_sim.cli.fingerprint import fingerprint
 from zero_sim.cli.fuzz import fuzz
 from zero_sim.cli.init import init
-from zero_sim.cli.kept import tell_kept_names
 from zero_sim.cli.mutants import mutants
-from zero_sim.cli.options import Asked, imported, own_options, own_options_again, parse_own_options
+from zero_sim.cli.options import (
+    RunRequest,
+    imported,
+    own_options,
+    own_options_again,
+    parse_own_options,
+)
 from zero_sim.cli.parts import (
     EXIT_INTERRUPTED,
     FILE,
@@ -45,6 +50,7 @@ from zero_sim.cli.parts import (
     stdout_for,
     takes,
 )
+from zero_sim.cli.rank_globals import print_rank_globals
 from zero_sim.cli.rules import rules
 from zero_sim.cli.session import Outputs, Session, coloured, progress
 from zero_sim.cli.shrink import shrink
@@ -56,8 +62,8 @@ from zero_sim.host.files import unwritten
 from zero_sim.host.frames import show_error
 from zero_sim.host.garbage import collect_seldom
 from zero_sim.host.packages import packages_needed
-from zero_sim.host.signals import at_second, heard_name, interrupt, listening
-from zero_sim.host.warnings_once import telling_once
+from zero_sim.host.signals import at_second, interrupt, listening, received_name
+from zero_sim.host.warnings_once import showing_warnings_once
 from zero_sim.report.commands import replay_command, run_command
 from zero_sim.untrusted import printable
 
@@ -114,7 +120,7 @@ class _Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> object:
         try:
-            with listening(interrupt), telling_once():
+            with listening(interrupt), showing_warnings_once():
                 supervisor.listen()
                 return super().invoke(ctx)
         except ZeroSimError as error:
@@ -122,7 +128,7 @@ class _Commands(click.Group):
             click.echo(printable(f"Error: {error.report}", lines=True), err=True)
             ctx.exit(error.exit_status)
         except KeyboardInterrupt:
-            name = heard_name()
+            name = received_name()
             by = f" by {name}" if name not in ("", "SIGINT") else ""
             click.echo(f"Interrupted{by}.", err=True)
             ctx.exit(EXIT_INTERRUPTED)
@@ -175,11 +181,15 @@ def main() -> None:
     default="",
     help="Run only cases whose id matches EXPR: words with and, or, not and ().",
 )
-@takes(Asked, "asked")
+@takes(RunRequest, "request")
 @takes(Outputs, "outputs")
 @click.pass_context
 def run(
-    ctx: click.Context, paths: tuple[str, ...], expression: str, asked: Asked, outputs: Outputs
+    ctx: click.Context,
+    paths: tuple[str, ...],
+    expression: str,
+    request: RunRequest,
+    outputs: Outputs,
 ) -> None:
     """Judge scenarios.
 
@@ -200,16 +210,18 @@ def run(
 
     # Files first, so that a wrong path or expression is reported before torch is imported.
     found = discover(paths or [_shipped_scenarios()], expression=expression)
-    session = Session(asked=asked, outputs=outputs, junit=outputs.junit, errors=found.errors)
+    session = Session(request=request, outputs=outputs, junit=outputs.junit, errors=found.errors)
     if not found.cases and not found.errors:
         have = f"{found.passed_over_count} cases, none matches -k {expression!r}"
         ctx.exit(session.finish_empty(have))
-    asked.check(traced=outputs.trace is not None)
-    cases = [asked.of_target(case) for case in found.cases]
+    request.check(traced=outputs.trace is not None)
+    cases = [request.of_target(case) for case in found.cases]
     # Real processes select cases by what their backend can run, and have their own judge.
-    if asked.backend == "sim":
+    if request.backend == "sim":
         chosen = session.select(cases, lambda scenario: "")
-        judging = partial(_open_judge, [asked.as_asked(case.scenario) for case in chosen], session)
+        judging = partial(
+            _open_judge, [request.with_overrides(case.scenario) for case in chosen], session
+        )
         ctx.exit(session.run(chosen, judging))
     with packages_needed():
         from zero_sim.rules.judging import EXPLAINER
@@ -218,9 +230,9 @@ def run(
         run_on_processes(
             session,
             cases,
-            backend=asked.backend,
-            native=asked.native,
-            target=imported(asked.target),
+            backend=request.backend,
+            native=request.native,
+            target=imported(request.target),
             explainer=EXPLAINER,
         )
     )
@@ -237,13 +249,13 @@ def _open_judge(cases: Sequence[Scenario], session: Session) -> AbstractContextM
     with packages_needed():
         from zero_sim.rules.judging import EXPLAINER
         from zero_sim.run import judges
-    asked, traced = session.asked, session.outputs.trace is not None
+    request, traced = session.request, session.outputs.trace is not None
     chosen = judges.Chosen(
-        keep_logs=traced, device=asked.device, target=asked.target, explainer=EXPLAINER
+        keep_logs=traced, device=request.device, target=request.target, explainer=EXPLAINER
     )
     # A worker process imports torch again, which does not pay for a single case.
-    if asked.jobs > 1 and len(cases) > 1:
-        return judges.JobsJudge(cases, jobs=asked.jobs, chosen=chosen)
+    if request.jobs > 1 and len(cases) > 1:
+        return judges.JobsJudge(cases, jobs=request.jobs, chosen=chosen)
     return judges.open_judge(chosen)
 
 
@@ -292,7 +304,7 @@ def replay(
     freezing: _Freezing,
     target: str | None,
     device: str | None,
-    said: tuple[str, ...],
+    option_values: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Repeat a failed case from its bundle, turn by turn.
@@ -319,7 +331,7 @@ def replay(
         from zero_sim.bundle import find_bundle, freeze, frozen_path, read_bundle, replay_bundle
         from zero_sim.targets import import_target, with_options
     bundle = read_bundle(find_bundle(name, folder=bundles))
-    if own := parse_own_options(said):
+    if own := parse_own_options(option_values):
         bundle = replace(bundle, scenario=with_options(bundle.scenario, own))
     system = None if target is None else import_target(target)
     path = None
@@ -494,7 +506,7 @@ def doctor(
         if as_json or gpu:
             raise UsageError("expected --target without --json and --gpu. Try it by itself.")
         # The output is Python to paste into the target, hence no JSON.
-        ctx.exit(tell_kept_names(target, packages=packages))
+        ctx.exit(print_rank_globals(target, packages=packages))
     require_with(ctx, "--target", "packages", given=False)
     if gpu:
         if as_json:
@@ -519,14 +531,14 @@ def _visit(report: Path, *, only: Sequence[str]) -> int:
     with packages_needed():
         from zero_sim.visit import Step, bundles_of, visit
 
-    def tell(step: Step) -> None:
+    def show_step(step: Step) -> None:
         state = "ok" if step.ok else "NO"
         click.echo(printable(f"{state}  {step.name:10} {step.seconds:6.1f} s  {step.proves}"))
-        for line in step.told:
+        for line in step.lines:
             click.echo(printable(f"      {line}"))
 
     # Print each step when it ends, because steps take minutes.
-    steps = visit(report, only=only, tell=tell)
+    steps = visit(report, only=only, on_step=show_step)
     kept = sum(bool(failure.get("bundle")) for step in steps for failure in step.failures)
     click.echo(
         f"report: {report}" + (f", and {kept} bundles in {bundles_of(report)}" if kept else "")

@@ -71,7 +71,7 @@ def mutants(
       zero-sim mutants --core
       zero-sim mutants M01 M57 --cases 50 --shrink
     """
-    from zero_sim.report.mutants import render_score, render_trial
+    from zero_sim.report.mutants import render_hunt, render_score
 
     with packages_needed():
         from zero_sim.mutants import find_mutants
@@ -90,13 +90,13 @@ def mutants(
     budget = Budget(cases_max=cases, seed=seed, shrinks=shrink, every_case=every_case)
     interrupted = False
     try:
-        for trial in run_campaign(tuple(by_id), budget=budget, jobs=jobs):
-            trials.append(trial)
+        for result in run_campaign(tuple(by_id), budget=budget, jobs=jobs):
+            trials.append(result)
             # Record after each mutant, because a full run takes long and may be interrupted.
             if record is not None:
-                record_smallest([trial], record)
+                record_smallest([result], record)
             if not as_json:
-                click.echo(render_trial(trial, by_id[trial.id]))
+                click.echo(render_hunt(result, by_id[result.id]))
     # Print the score of the mutants tried so far.
     except KeyboardInterrupt:
         interrupted = True

@@ -26,17 +26,17 @@ _OWN_OPTION: dict[str, Any] = {
     "metavar": "NAME=VALUE",
     "help": "Set one of the target's own options, overriding the case. Repeatable.",
 }
-own_options = click.option("--option", "said", **_OWN_OPTION)
+own_options = click.option("--option", "option_values", **_OWN_OPTION)
 
 
-def parse_own_options(said: Sequence[str]) -> dict[str, str]:
+def parse_own_options(option_values: Sequence[str]) -> dict[str, str]:
     """Return the values of `--option` by name.
 
     Raises:
         UsageError: An option has no name or no value.
     """
     parsed: dict[str, str] = {}
-    for each in said:
+    for each in option_values:
         # Only the first = separates, so a value may contain =.
         name, equals, value = each.partition("=")
         if not name or not equals:
@@ -47,10 +47,12 @@ def parse_own_options(said: Sequence[str]) -> dict[str, str]:
     return parsed
 
 
-def own_options_again(said: Mapping[str, str]) -> list[str]:
+def own_options_again(option_values: Mapping[str, str]) -> list[str]:
     """Return command line words that set the same options."""
     # One value per name: if a name was repeated, its last value counts.
-    return [word for name, value in said.items() for word in ("--option", f"{name}={value}")]
+    return [
+        word for name, value in option_values.items() for word in ("--option", f"{name}={value}")
+    ]
 
 
 def imported(target: str | None) -> str | None:
@@ -58,17 +60,17 @@ def imported(target: str | None) -> str | None:
     return target if target is not None and ":" in target else None
 
 
-def with_target(scenario: Scenario, target: str | None, said: Sequence[str]) -> Scenario:
+def with_target(scenario: Scenario, target: str | None, option_values: Sequence[str]) -> Scenario:
     """Return the case with the target and the target's own options set.
 
     Args:
         scenario: Case to change.
         target: Value of `--target`.
-        said: Values of `--option`.
+        option_values: Values of `--option`.
     """
     from zero_sim.scenario.derived import with_options
 
-    if own := parse_own_options(said):
+    if own := parse_own_options(option_values):
         scenario = with_options(scenario, own)
     # Only registered targets are named in a case, because a file must not decide which code is
     # imported.
@@ -78,7 +80,7 @@ def with_target(scenario: Scenario, target: str | None, said: Sequence[str]) -> 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class RunRequest:
     """Options that decide how cases are judged."""
 
     backend: Literal["sim", "gloo", "nccl"] = option(
@@ -107,7 +109,7 @@ class Asked:
         help="Override the scenarios' target: a registered name, or module:name to import.",
     )
     able: bool = option("--able", is_flag=True, help="Skip cases that the target does not support.")
-    said: tuple[str, ...] = option("--option", **_OWN_OPTION)
+    option_values: tuple[str, ...] = option("--option", **_OWN_OPTION)
     stall_seconds: float | None = option(
         "--stall-seconds",
         **STALL_SECONDS,
@@ -188,17 +190,17 @@ class Asked:
         if self.device != "cpu":
             words += ["--device", self.device]
         native = ["--native"] if self.native else []
-        return [*words, *native, *own_options_again(parse_own_options(self.said))]
+        return [*words, *native, *own_options_again(parse_own_options(self.option_values))]
 
     def of_target(self, case: Case) -> Case:
         """Return the case with the target and its options set."""
-        return replace(case, scenario=with_target(case.scenario, self.target, self.said))
+        return replace(case, scenario=with_target(case.scenario, self.target, self.option_values))
 
     def in_world(self, scenario: Scenario) -> Scenario:
         """Return the scenario with the summation order set."""
         return replace(scenario, world=replace(scenario.world, **self.world))
 
-    def as_asked(self, scenario: Scenario) -> Scenario:
+    def with_overrides(self, scenario: Scenario) -> Scenario:
         """Return the scenario with all overrides."""
         # `in_world` sets no stall limit, because this limit depends on the machine and must not get
         # into a bundle.

@@ -95,14 +95,14 @@ def _lines(found: FoundRules) -> Iterator[str]:
 
 
 def _record(
-    name: str, record: str, said: Mapping[str, object], *, notes: Mapping[str, str]
+    name: str, record: str, fields: Mapping[str, object], *, notes: Mapping[str, str]
 ) -> Iterator[str]:
     """Yield a record as Python, with notes as comments above their fields."""
-    if not said:
+    if not fields:
         yield f"{name} = {record}()"
         return
     yield f"{name} = {record}("
-    for field, value in said.items():
+    for field, value in fields.items():
         # A comment above the field survives pasting.
         yield from textwrap.wrap(
             notes.get(field, ""), _WIDTH, initial_indent="    # ", subsequent_indent="    # "

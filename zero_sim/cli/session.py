@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zero_sim.cli.options import Asked, imported, left_out_lines
+from zero_sim.cli.options import RunRequest, imported, left_out_lines
 from zero_sim.cli.parts import (
     BUNDLES,
     EXIT_INTERRUPTED,
@@ -102,7 +102,7 @@ class _Judged:
 class Session:
     """Options and results so far."""
 
-    asked: Asked
+    request: RunRequest
     outputs: Outputs
     junit: Path | None
     """File for JUnit XML. None without `--junit`, and on all processes but the first."""
@@ -124,19 +124,19 @@ class Session:
         Raises:
             UsageError: The target does not exist.
         """
-        asked = [self.asked.as_asked(case.scenario) for case in cases]
+        overridden = [self.request.with_overrides(case.scenario) for case in cases]
         # Cheap checks first: the last two import the target.
         reasons = [
-            self.asked.why_order_needed(each)
+            self.request.why_order_needed(each)
             or why_left_out(each)
-            or self.asked.why_package_missing(each)
-            or self.asked.why_refused(each, as_written=case.scenario)
-            for each, case in zip(asked, cases, strict=True)
+            or self.request.why_package_missing(each)
+            or self.request.why_refused(each, as_written=case.scenario)
+            for each, case in zip(overridden, cases, strict=True)
         ]
         # The summary lists skipped cases by reason, so that none is dropped silently.
         self.passed_over.update(reason for reason in reasons if reason)
         able = [case for case, reason in zip(cases, reasons, strict=True) if not reason]
-        return self._cover(able) if self.asked.covering else able
+        return self._cover(able) if self.request.covering else able
 
     @property
     def results(self) -> list[CaseResult]:
@@ -152,16 +152,16 @@ class Session:
     def _bundles(self) -> Path | None:
         """Folder for bundles of failed cases; None to write no bundles."""
         # Real processes record no events, so a run on them cannot be replayed.
-        none = self.outputs.no_bundles or self.asked.backend != "sim"
+        none = self.outputs.no_bundles or self.request.backend != "sim"
         return None if none else self.outputs.bundles
 
     def _cover(self, cases: Sequence[Case]) -> list[Case]:
         """Return a subset that covers each file, feature and feature pair."""
         with packages_needed():
             from zero_sim.fuzz.coverage import covering
-        asked = [self.asked.as_asked(case.scenario) for case in cases]
+        overridden = [self.request.with_overrides(case.scenario) for case in cases]
         # With the file as label, each file keeps at least one case.
-        chosen = covering(asked, labels=[str(case.source) for case in cases])
+        chosen = covering(overridden, labels=[str(case.source) for case in cases])
         self.passed_over[_COVERED] += len(cases) - len(chosen)
         return [cases[index] for index in chosen]
 
@@ -239,18 +239,18 @@ class Session:
         from zero_sim.scenario.dump import to_chosen_toml
 
         # If a twin failed, show and reproduce the twin.
-        asked, scenario = self.asked, result.twin or case.scenario
+        request, scenario = self.request, result.twin or case.scenario
         command = reproduce_command(
             case.source,
             case.file_id,
-            stall_seconds=asked.stall_seconds,
-            target=asked.target,
-            options=asked.again,
+            stall_seconds=request.stall_seconds,
+            target=request.target,
+            options=request.again,
         )
         bundle, again = self._write_bundle(case, result), ""
         if bundle is not None:
             again = replay_command(
-                bundle, bundles=self._bundles, target=asked.target, device=asked.device
+                bundle, bundles=self._bundles, target=request.target, device=request.device
             )
         if result.logs:
             self._write_trace(case, result)
@@ -338,7 +338,7 @@ class Session:
         cases = [
             case_of(
                 each.result,
-                scenario=self.asked.as_asked(case.scenario),
+                scenario=self.request.with_overrides(case.scenario),
                 source=str(case.source),
                 text=each.text,
             )
@@ -372,8 +372,8 @@ class Session:
         from zero_sim.bundle import Ran, write_bundle
 
         try:
-            scenario = result.twin or self.asked.in_world(case.scenario)
-            ran = Ran(target=imported(self.asked.target) or "", device=self.asked.device)
+            scenario = result.twin or self.request.in_world(case.scenario)
+            ran = Ran(target=imported(self.request.target) or "", device=self.request.device)
             return write_bundle(scenario, result, folder=folder, ran=ran).name
         except OSError as error:
             # A full disk must not cost the other cases their verdict.
@@ -402,7 +402,7 @@ class Session:
         from zero_sim.findings.records import not_judged, unforeseen
 
         started = time.perf_counter()
-        scenario = self.asked.as_asked(case.scenario)
+        scenario = self.request.with_overrides(case.scenario)
         try:
             with stdout_for(as_json=self.outputs.as_json):
                 result = judge(scenario)

@@ -76,7 +76,7 @@ def shrink(
     name: str,
     expression: str,
     target: str | None,
-    said: tuple[str, ...],
+    option_values: tuple[str, ...],
     device: str | None,
     seconds: float,
     bundles: Path,
@@ -107,7 +107,7 @@ def shrink(
         from zero_sim.targets import import_target
     # Before the first run, which may take minutes.
     check_device(device)
-    scenario = with_target(scenario, target, said)
+    scenario = with_target(scenario, target, option_values)
     system = import_target(target or scenario.system.target)
     with stdout_for(as_json=as_json), progress(f"shrink {scenario.name}"):
         done = _shrink(scenario, system, seconds=seconds, device=device)
@@ -239,9 +239,9 @@ def _shrink(scenario: Scenario, target: Target, *, seconds: float, device: str) 
                 result,
                 judge=judge,
                 # Skip cases that the target refuses: they have no finding to compare.
-                may_ask=lambda other: not refusals(target, other),
+                may_run=lambda other: not refusals(target, other),
                 limits=Limits(seconds=seconds),
-                is_over=lambda: stop.asked,
+                is_over=lambda: stop.requested,
                 right=right_judge(target, pool=pool, device=device),
             )
     return _Done(scenario=scenario, result=best, reduced=reduced)

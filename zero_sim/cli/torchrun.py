@@ -84,7 +84,7 @@ def _count_devices(kind: str) -> int:
         import torch
     gpus = 0 if kind == "cpu" else torch.cuda.device_count()
     if kind == "gpu" and not gpus:
-        _say(f"Note: --nproc-per-node gpu: no GPU found, so {GPUS_OF_A_NODE} are simulated.")
+        _print(f"Note: --nproc-per-node gpu: no GPU found, so {GPUS_OF_A_NODE} are simulated.")
         return GPUS_OF_A_NODE
     return gpus or os.cpu_count() or 1
 
@@ -318,9 +318,9 @@ def _run(
             # Only the first run prints: later runs would repeat its output.
             with watch.watching():
                 run = launcher.run(seed=seed, quiet=first is not None)
-            found = _tell_watched(watch, is_first=first is None)
+            found = _print_watched(watch, is_first=first is None)
             if found or (first is None and run.failure is not None):
-                _tell_failure(run)
+                _print_failure(run)
                 return _finish(settings, (seed,), words=words, runs=runs)
             if first is None:
                 first, of_first = run, watch
@@ -328,40 +328,40 @@ def _run(
             # If a later run fails, this is a difference from the first run.
             difference = first_difference(first, run, ignored=runs.ignore)
             if difference:
-                _say(f"Error: runs with seeds {first.seed} and {seed} differ: {difference}")
+                _print(f"Error: runs with seeds {first.seed} and {seed} differ: {difference}")
                 if run.failure is not None:
-                    _tell_failure(run)
+                    _print_failure(run)
                 return _finish(settings, (first.seed, seed), words=words, runs=runs)
     assert first is not None
     assert of_first is not None
     rows = shared_rows_note([log for _, log in sorted(of_first.rows.items())])
     if rows:
-        _say(f"Note: {rows}")
+        _print(f"Note: {rows}")
     replicas = len(of_first.replicas.compared)
-    _say(_summary(first, settings, count=len(seeds), replicas=replicas))
+    _print(_summary(first, settings, count=len(seeds), replicas=replicas))
     return 0
 
 
-def _tell_watched(watch: ScriptWatch, *, is_first: bool) -> bool:
+def _print_watched(watch: ScriptWatch, *, is_first: bool) -> bool:
     """Report tensors that differ among ranks; return True if there is a finding."""
     # Warn for the first run only: later runs would repeat the warning.
     replicas = watch.replicas
     if replicas.findings:
-        _say(f"Error: {replicas.finding}")
+        _print(f"Error: {replicas.finding}")
     elif is_first and replicas.warnings:
-        _say(f"Warning: {replicas.warning}")
+        _print(f"Warning: {replicas.warning}")
     return bool(replicas.findings)
 
 
-def _tell_failure(run: ScriptRun) -> None:
+def _print_failure(run: ScriptRun) -> None:
     failure = run.failure
     if failure is None:
         return
     # If the script itself exits, its traceback is of no interest.
     if isinstance(getattr(failure, "error", None), SystemExit):
-        _say(f"Error: {run.ending}")
+        _print(f"Error: {run.ending}")
     else:
-        _say(f"Error: {failure.report}")
+        _print(f"Error: {failure.report}")
 
 
 def _finish(
@@ -376,7 +376,7 @@ def _finish(
     command = repeat_command(
         settings, seeds, words=words, ignored=ignored, allowed_drift=runs.allow_drift
     )
-    _say(f"  repeat: {command}")
+    _print(f"  repeat: {command}")
     return EXIT_FOUND
 
 
@@ -406,7 +406,7 @@ def _ranks(run: ScriptRun, settings: Settings) -> str:
     return f"{', then '.join(map(str, sizes))} ranks"
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     # If both streams go to the same file, the script's output comes first.
     sys.stdout.flush()
     click.echo(printable(text, lines=True), err=True)

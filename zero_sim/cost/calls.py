@@ -176,7 +176,7 @@ def _calls_of_bucket(
         add(form.sum_call, "block", grads, sums)
         add(form.sent_back_call, "block", grads, sums)
     # With replicas, a second sum joins the ranks with the same shard.
-    add(form.copies_call, "across", grads, sums)
+    add(form.replica_call, "across", grads, sums)
     gathers = gathers_of_step(scenario, is_last=form.is_last, skipped=skipped)
     for call in form.gather_calls:
         add(call, "block", params, gathers)

@@ -32,16 +32,16 @@ def checkpoint_bytes(scenario: Scenario, *, rank: int) -> int:
 
 
 def check_checkpoints(
-    moments: Sequence[Moment], *, owed: int, step: int, rank: int
+    moments: Sequence[Moment], *, wanted: int, step: int, rank: int
 ) -> Iterator[Finding]:
     """Check the activation checkpoint bytes after each forward in a step."""
     for moment in moments:
-        if moment.what == "forward" and moment.bytes != owed:
+        if moment.what == "forward" and moment.bytes != wanted:
             yield Finding(
                 check=Check.INVARIANT_MEMORY,
                 step=step,
                 rank=rank,
                 phase=Phase.FORWARD,
                 message=f"this rank keeps {moment.bytes} bytes of activation checkpoints after "
-                f"the forward, expected {owed} by the closed form",
+                f"the forward, expected {wanted} by the closed form",
             )

@@ -142,7 +142,7 @@ class BucketForm:
         return self.cuts.owner is not None
 
     @property
-    def is_summed_whole(self) -> bool:
+    def is_summed_unsharded(self) -> bool:
         """True if each rank receives the whole sum, and keeps its shard."""
         return self.sum_by != "reduce-scatter"
 
@@ -156,7 +156,7 @@ class BucketForm:
         """Call that reduces the bucket within a shard group."""
         if self.sum_by == "first-rank":
             return ("gather", self.group_size, self.elems)
-        if not self.is_sharded or self.is_summed_whole:
+        if not self.is_sharded or self.is_summed_unsharded:
             return ("all_reduce", self.group_size, self.elems)
         return (self._scatter_kind, self.group_size, self.elems)
 
@@ -175,7 +175,7 @@ class BucketForm:
         return "reduce_scatter" if self.is_even else "reduce_scatter_list"
 
     @property
-    def copies_call(self) -> Call | None:
+    def replica_call(self) -> Call | None:
         """Sum over the replicas of a shard; None without replicas or elements."""
         if not self.is_sharded or self.replica_count == 1 or not self.shard_elems:
             return None

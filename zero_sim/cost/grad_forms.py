@@ -28,7 +28,7 @@ class GradForm:
     buffer_elems: int
     """Elements in memory: a reduce buffer, or only these gradients if `has_own_memory`."""
     has_own_memory: bool
-    is_summed_whole: bool
+    is_summed_unsharded: bool
     group_size: int
     grad_dtype: str
     grad_bytes: int
@@ -41,7 +41,7 @@ class GradForm:
     @property
     def sum_calls(self) -> list[Call]:
         """Calls that reduce the unit."""
-        if self.is_summed_whole:
+        if self.is_summed_unsharded:
             return [("all_reduce", self.group_size, self.elems)]
         # A reduce per run, because each owner receives only its own runs.
         return [("reduce", self.group_size, elems) for elems in self.runs]
@@ -128,7 +128,7 @@ def _form(
         ),
         buffer_elems=sum(elems) if is_own else system.reduce_buffer_elems,
         has_own_memory=is_own,
-        is_summed_whole=homes[0].is_summed_whole,
+        is_summed_unsharded=homes[0].is_summed_unsharded,
         group_size=homes[0].group_size,
         grad_dtype=homes[0].grad_dtype,
         grad_bytes=homes[0].grad_bytes,

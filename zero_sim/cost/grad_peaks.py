@@ -56,9 +56,9 @@ class _Replay:
             self._arrived.clear()
             self._opened.clear()
         self._arrived.add(moment.param)
-        return self._owed()
+        return self._wanted()
 
-    def _owed(self) -> tuple[dict[int, int], int]:
+    def _wanted(self) -> tuple[dict[int, int], int]:
         system, run = self.scenario.system, self.scenario.run
         # Micro-batches before the last only accumulate, so buffers must be empty.
         if system.sync == "last" and self.micro != run.micro_batches - 1:
@@ -68,18 +68,18 @@ class _Replay:
         missing = [{*form.names} - frozen - self._arrived for form in self.forms]
         current = next((i for i, names in enumerate(missing) if names), len(self.forms))
         # Units before the first incomplete unit are reduced; the last of them may be in flight.
-        owed: dict[int, int] = {}
+        wanted: dict[int, int] = {}
         if current and overlaps_grads(system):
-            owed[current - 1] = self._bytes(current - 1)
+            wanted[current - 1] = self._bytes(current - 1)
         for index, form in enumerate(self.forms[current:], start=current):
             there = [name for name in form.names if name in self._arrived]
             if index == current and system.contiguous_grads:
                 # Frozen gradients are zeros and count as arrived, so they open the buffer.
                 if there or not frozen.isdisjoint(form.names):
-                    owed[index] = self._bytes(index)
+                    wanted[index] = self._bytes(index)
             elif system.stage == 2:
                 # Waiting gradients are still autograd's. At stage 1, they count as resident.
-                owed[index] = sum(self.autograd_bytes[name] for name in there)
+                wanted[index] = sum(self.autograd_bytes[name] for name in there)
         if system.contiguous_grads:
             # Once opened, a buffer stays allocated until the micro-batch ends.
             self._opened |= {*range(current), current} & {*range(len(self.forms))}
@@ -90,7 +90,7 @@ class _Replay:
             for index, form in enumerate(self.forms)
             if index in self._opened and not form.has_own_memory
         }
-        return owed, sum(buffers.values())
+        return wanted, sum(buffers.values())
 
     def _bytes(self, index: int) -> int:
         form = self.forms[index]
@@ -105,9 +105,9 @@ def _check_grad_peaks(
     for moment in moments:
         if moment.what != "grad":
             continue
-        owed, buffers = replay.arrive(moment)
+        wanted, buffers = replay.arrive(moment)
         for what, param, held in moment.whole:
-            most = buffers if what == BUFFERS else owed.get(index_of[param], 0)
+            most = buffers if what == BUFFERS else wanted.get(index_of[param], 0)
             # Buffers are reported as a total, gradients by param.
             if held > most:
                 names = forms[index_of[param]].names

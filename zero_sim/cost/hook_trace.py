@@ -107,14 +107,14 @@ def record_hooks(module: nn.Module, *, names: Mapping[Tensor, str], clock: Clock
     return hook_trace
 
 
-def tell_arrival(param: Tensor, arrive: Callable[[str], None], *, name: str) -> None:
+def watch_arrival(param: Tensor, arrive: Callable[[str], None], *, name: str) -> None:
     """Call a bound method with a param's name when its gradient has been accumulated."""
     # Weak, because the garbage collector cannot look into autograd's hooks: a strong reference
     # would keep a whole case alive.
-    param.register_post_accumulate_grad_hook(partial(_tell, weakref.WeakMethod(arrive), name))
+    param.register_post_accumulate_grad_hook(partial(_arrived, weakref.WeakMethod(arrive), name))
 
 
-def _tell(arrive: weakref.WeakMethod[Callable[[str], None]], name: str, param: Tensor) -> None:
+def _arrived(arrive: weakref.WeakMethod[Callable[[str], None]], name: str, param: Tensor) -> None:
     present = arrive()
     # None if the object is gone.
     if present is not None:

@@ -89,10 +89,10 @@ def arena_bytes(sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int) ->
 
 
 def check_memory(
-    held: Mapping[str, int], owed: Mapping[str, int], *, step: int, rank: int
+    held: Mapping[str, int], wanted: Mapping[str, int], *, step: int, rank: int
 ) -> Iterator[Finding]:
     """Yield a finding for each kind of memory that differs from the closed form."""
-    for name, expected in owed.items():
+    for name, expected in wanted.items():
         # A kind that the engine does not report counts as 0 bytes.
         got = held.get(name, 0)
         if got != expected:

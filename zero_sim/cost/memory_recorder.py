@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from zero_sim.cost.hook_trace import tell_arrival
+from zero_sim.cost.hook_trace import watch_arrival
 from zero_sim.cost.observer import Observer
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class MemoryRecorder(Observer):
         """Record gradient arrivals; `names` has the params with their names."""
         for param, name in names.items():
             if param.requires_grad and param.numel():
-                tell_arrival(param, self._arrive, name=name)
+                watch_arrival(param, self._arrive, name=name)
 
     def watch_modules(self, modules: Iterable[nn.Module]) -> None:
         """Record when modules start and end, and when backward reaches their outputs."""

@@ -206,7 +206,7 @@ def _check_sums(rank: _Rank) -> Iterator[Finding]:
         elif stage < 2:
             # Unsharded gradients stay, so no reduction needs to end before the last gradient.
             yield from _check_waits(rank, step=step, micro=micro, stop=arrivals[-1].time)
-            yield from _check_copies(rank, step=step, micro=micro, start=arrivals[-1].time)
+            yield from _check_replicas(rank, step=step, micro=micro, start=arrivals[-1].time)
         elif rank.scenario.system.redundancy == 1 and not _is_ended_by_gathers(rank.scenario):
             # Unsharded gradients are dropped, so again a reduction may be waited for when the next
             # is due. Not with replicas, whose sum must wait for the sum in the shard group.
@@ -287,9 +287,9 @@ def _check_one_ahead(rank: _Rank, *, step: int, micro: int, stop: int) -> Iterat
             return
 
 
-def _check_copies(rank: _Rank, *, step: int, micro: int, start: int) -> Iterator[Finding]:
+def _check_replicas(rank: _Rank, *, step: int, micro: int, start: int) -> Iterator[Finding]:
     """Check that sums over replicas, after the last gradient, overlap each other."""
-    left = Counter(form.copies_call for form in rank.forms if form.copies_call is not None)
+    left = Counter(form.replica_call for form in rank.forms if form.replica_call is not None)
     stop = rank.hook_trace.starts.get((step, micro + 1), rank.hook_trace.ends[step])
     # Remaining reductions in shard groups, which may look the same, precede sums over replicas.
     inside = Counter(form.sum_call for form in rank.forms)

@@ -108,9 +108,9 @@ class _Reads:
             self.pending[bucket].discard(module)
         self.uses.append(_Use(start, self.tick, buckets))
         # Reshard buckets without a running or pending reader.
-        self.gathered = self.whole_in_forward()
+        self.gathered = self.unsharded_in_forward()
 
-    def whole_in_forward(self) -> set[int]:
+    def unsharded_in_forward(self) -> set[int]:
         # A module reads the bucket now, or the model runs and a reader is pending.
         used = {b for b in self.gathered if self.in_use[b] or (self.starts and self.pending[b])}
         return used | (self.gathered & self.kept)
@@ -153,7 +153,7 @@ class _Reads:
 
     def whole(self) -> set[int]:
         if self.reached is None:
-            return self.whole_in_forward()
+            return self.unsharded_in_forward()
         # In backward: buckets that are reached, prefetched or kept, until passed.
         come = {bucket for use in self.uses[self.reached :] for bucket in use.buckets}
         may = come | self.ahead | (self.gathered & self.kept)
@@ -219,9 +219,9 @@ class _Replay:
             index = self.index_of[param]
             form = self.forms[index]
             bytes_each = form.param_bytes if what == "params" else form.grad_bytes
-            owed = form.elems * bytes_each if index in allowed[what] else 0
-            if held > owed:
-                return form, what, param, held, owed
+            wanted = form.elems * bytes_each if index in allowed[what] else 0
+            if held > wanted:
+                return form, what, param, held, wanted
         return None
 
     def _whole_grads(self) -> set[int]:
@@ -270,7 +270,7 @@ def _check_peaks(
         excess = replay.excess(moment)
         if excess is None:
             continue
-        form, what, param, held, owed = excess
+        form, what, param, held, wanted = excess
         yield Finding(
             check=Check.INVARIANT_MEMORY,
             step=replay.step,
@@ -279,7 +279,7 @@ def _check_peaks(
             param=param,
             message=f"this rank holds {held} bytes of whole {what} of the "
             f"bucket of {', '.join(form.names[:3])} as {_in_words(moment)} in micro-batch "
-            f"{moment.micro}, expected {owed} by the closed form of its stage",
+            f"{moment.micro}, expected {wanted} by the closed form of its stage",
         )
 
 

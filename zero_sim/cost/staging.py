@@ -69,16 +69,16 @@ def staging_peak(sizes: Sequence[ParamSize], *, scenario: Scenario, rank: int) -
 
 
 def check_staging(
-    moments: Sequence[Moment], *, owed: int, step: int, rank: int
+    moments: Sequence[Moment], *, wanted: int, step: int, rank: int
 ) -> Iterator[Finding]:
     """Check the gradient bytes passed to a rank's optimizer in a step."""
     for moment in moments:
-        if moment.what == "update" and moment.bytes > owed:
+        if moment.what == "update" and moment.bytes > wanted:
             yield Finding(
                 check=Check.INVARIANT_MEMORY,
                 step=step,
                 rank=rank,
                 phase=Phase.OPTIMIZER,
                 message=f"this rank's optimizer is given {moment.bytes} bytes of gradients, "
-                f"expected at most {owed} with a step buffer",
+                f"expected at most {wanted} with a step buffer",
             )

@@ -115,15 +115,15 @@ _Kind = TypeVar("_Kind", bound=tuple[object, ...])
 
 
 def difference(
-    made: Counter[_Kind], owed: Counter[_Kind], *, in_words: Callable[[_Kind], str]
+    made: Counter[_Kind], wanted: Counter[_Kind], *, in_words: Callable[[_Kind], str]
 ) -> str:
     """Describe surplus and missing calls; `in_words` formats a kind of call."""
 
     def listed(calls: Counter[_Kind]) -> str:
         return ", ".join(f"{count} x {in_words(call)}" for call, count in sorted(calls.items()))
 
-    parts = [f"{listed(made - owed)} too many" if made - owed else ""]
-    parts.append(f"{listed(owed - made)} missing" if owed - made else "")
+    parts = [f"{listed(made - wanted)} too many" if made - wanted else ""]
+    parts.append(f"{listed(wanted - made)} missing" if wanted - made else "")
     return "; ".join(part for part in parts if part)
 
 

@@ -88,7 +88,7 @@ scale = partial(_compared, Check.EQUALITY_SCALE)
 norm = partial(_compared, Check.EQUALITY_NORM)
 """Template for the gradient norm."""
 
-_SAID = {
+_CHECKS = {
     "loss_scale": Check.EQUALITY_LOSS_SCALE,
     "norm": Check.EQUALITY_NORM,
     "skipped": Check.EQUALITY_SKIPPED,
@@ -100,7 +100,7 @@ _SAID = {
 def misreported(name: str, step: int, rank: int, *, expected: object, got: object) -> Finding:
     """Return a finding for a wrong value in the engine's report of a step."""
     return Finding(
-        check=_SAID[name],
+        check=_CHECKS[name],
         step=step,
         phase=Phase.NORM,
         rank=rank,
@@ -139,7 +139,7 @@ def misreported_range(
     """Return a finding for a reported value outside its interval."""
     low, high = ends
     return Finding(
-        check=_SAID[name],
+        check=_CHECKS[name],
         step=step,
         phase=Phase.NORM,
         rank=rank,

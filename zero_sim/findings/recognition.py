@@ -86,7 +86,7 @@ def _elsewhere(came: Tensor, differs: Tensor, places: Iterable[Known]) -> list[s
             there = values[first : first + run.numel()]
             unlike = unequal(there, run[: there.numel()]).nonzero()
             length = int(unlike[0]) if len(unlike) else there.numel()
-            if length >= least and _tells(run[:length]):
+            if length >= least and _is_distinctive(run[:length]):
                 # "is" only if the run covers every differing element.
                 verb = "is" if length == stop - start == int(differs.sum()) else "begins with"
                 what = f"the expected elements [{first}, {first + length}) of param {each.name!r}"
@@ -96,6 +96,6 @@ def _elsewhere(came: Tensor, differs: Tensor, places: Iterable[Known]) -> list[s
     return [what for what, length in found.items() if length == longest]
 
 
-def _tells(run: Tensor) -> bool:
+def _is_distinctive(run: Tensor) -> bool:
     """Return True if a run has two different nonzero values, so it cannot match by chance."""
     return len(set(run[run != 0].tolist())) > 1

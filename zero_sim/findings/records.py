@@ -189,7 +189,7 @@ class CaseResult:
     """Remarks for the reader, each a sentence."""
     compared_elems: int = 0
     """Elements compared bit for bit, over all steps, ranks and tensors."""
-    owed: Mapping[str, int] = field(default_factory=dict)
+    guarantees: Mapping[str, int] = field(default_factory=dict)
     """Reduced gradient elements over all steps, by guarantee: `order-free`, `one-sum`,
     `modelled-order` or `bound`; see `zero_sim.judge.guarantee`."""
     unobserved: tuple[str, ...] = ()

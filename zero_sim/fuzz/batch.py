@@ -52,7 +52,7 @@ from zero_sim.shrink import (
 )
 from zero_sim.shrink.same import in_words
 from zero_sim.targets import Target, import_target, refusals, with_options
-from zero_sim.targets.options import check_said
+from zero_sim.targets.options import check_given
 
 Render = Callable[[CaseResult], str]
 """Renders a result as text. A module-level function, because it is pickled for workers."""
@@ -93,10 +93,10 @@ def run_batch(
         )
         drawn = drawn_cases(target, order=job.order) if cases_from is None else cases_from
         if options := dict(job.options):
-            check_said(target, options)
+            check_given(target, options)
             # Redraw cases that the target refuses with these options: a refusal is no finding.
             drawn = drawn.map(lambda scenario: with_options(scenario, options)).filter(
-                system.may_ask
+                system.may_run
             )
         # Set the target, because bundles and keys contain its name.
         drawn = drawn.map(lambda scenario: _aimed(scenario, job.target))
@@ -113,7 +113,7 @@ class _System:
     trajectories: Trajectories | None
     """Reference steps that family members share; None without families."""
 
-    def may_ask(self, scenario: Scenario) -> bool:
+    def may_run(self, scenario: Scenario) -> bool:
         """Return True if the target supports a case."""
         return not refusals(self.target, scenario)
 
@@ -226,22 +226,22 @@ class _Findings:
         others = self.known.others(key, scenario)
 
         # Do not shrink into a known finding of the same kind: its cause is another.
-        def may_ask(other: Scenario) -> bool:
+        def may_run(other: Scenario) -> bool:
             has_other_cause = any(one.needs.met_by(other) for one in others)
-            return self.system.may_ask(other) and not has_other_cause
+            return self.system.may_run(other) and not has_other_cause
 
         reduced, best = shrink_finding(
             scenario,
             result,
             judge=self.system.judge,
-            may_ask=may_ask,
+            may_run=may_run,
             limits=Limits(seconds=self.job.shrink_seconds),
-            is_over=lambda: self.stop.asked,
+            is_over=lambda: self.stop.requested,
             right=right_judge(self.system.target, pool=self.system.pool, device=self.job.device),
         )
         one = self._written(failed._replace(scenario=reduced.scenario), marked(best, scenario))
         # If the search was interrupted, continue it when the campaign resumes.
-        as_met = self.stop.asked and not reduced.complete
+        as_met = self.stop.requested and not reduced.complete
         return replace(one, complete=reduced.complete, as_met=as_met)
 
     def _written(self, failed: _Failed, result: CaseResult) -> Found:

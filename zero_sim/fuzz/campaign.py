@@ -96,8 +96,8 @@ def run_campaign(
     *,
     pool: Pool,
     render: Render,
-    tell: Callable[[CampaignTotals], None] = lambda totals: None,
-    tell_converted: Callable[[Path], None] = lambda path: None,
+    on_batch: Callable[[CampaignTotals], None] = lambda totals: None,
+    on_converted: Callable[[Path], None] = lambda path: None,
 ) -> CampaignTotals:
     """Run a campaign, or resume it from its corpus.
 
@@ -109,8 +109,8 @@ def run_campaign(
         plan: Settings of the campaign.
         pool: Runs the batches.
         render: Renders a finding as text, on any worker.
-        tell: Receives the totals so far after each batch.
-        tell_converted: Receives the file of an earlier version if it was converted.
+        on_batch: Receives the totals so far after each batch.
+        on_converted: Receives the file of an earlier version if it was converted.
 
     Raises:
         UsageError: The target does not exist, the corpus belongs to another campaign, or it cannot
@@ -119,8 +119,8 @@ def run_campaign(
     """
     with open_corpus(plan.corpus, head=plan.head) as corpus:
         if corpus.converted is not None:
-            tell_converted(corpus.converted)
-        run = _Run(plan=plan, pool=pool, render=render, tell=tell, corpus=corpus)
+            on_converted(corpus.converted)
+        run = _Run(plan=plan, pool=pool, render=render, on_batch=on_batch, corpus=corpus)
         run.run()
     return run.totals
 
@@ -130,7 +130,7 @@ class _Run:
     plan: Plan
     pool: Pool
     render: Render
-    tell: Callable[[CampaignTotals], None]
+    on_batch: Callable[[CampaignTotals], None]
     corpus: Corpus
     totals: CampaignTotals = field(default_factory=CampaignTotals)
     ran: dict[int, int] = field(default_factory=dict)
@@ -252,7 +252,7 @@ class _Run:
         out_of_time = job.seconds is not None and (self._seconds_left() or 0.0) <= 0
         if not report.complete and not report.lost and not out_of_time:
             self.totals.interrupted = True
-        self.tell(self.totals)
+        self.on_batch(self.totals)
 
     def _wind_up(self) -> None:
         """Wait for running batches, up to a limit, and save their results."""

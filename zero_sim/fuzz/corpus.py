@@ -273,7 +273,7 @@ def _connected(path: Path, *, mode: str) -> Iterator[sqlite3.Connection]:
     # Check before SQLite opens any file.
     _require_files_ours(path)
     url = f"{path.absolute().as_uri()}?mode={mode}"
-    with _errors_told(path):
+    with _explained_errors(path):
         try:
             database = _locked(url)
         except sqlite3.OperationalError as error:
@@ -303,7 +303,7 @@ def _locked(url: str) -> sqlite3.Connection:
 
 @contextlib.contextmanager
 def _transaction(database: sqlite3.Connection, path: Path) -> Iterator[None]:
-    with _errors_told(path):
+    with _explained_errors(path):
         # IMMEDIATE takes the write lock now, not at the first change.
         database.execute("BEGIN IMMEDIATE")
         with database:
@@ -311,7 +311,7 @@ def _transaction(database: sqlite3.Connection, path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _errors_told(path: Path) -> Iterator[None]:
+def _explained_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
@@ -363,7 +363,7 @@ def _read(database: sqlite3.Connection, *, path: Path) -> Kept:
         UsageError: The file is no corpus, or other software changed it.
     """
     where, reports, found = "", [], {}
-    with _errors_told(path):
+    with _explained_errors(path):
         try:
             if _tables_in(database) != {*_TABLES, None}:
                 raise ValueError("other tables")

@@ -54,10 +54,10 @@ def why_none_fits(target: Target, *, options: Mapping[str, str] | None = None) -
     ]
     # A case would fit without the command line's options.
     if options and any(not refusals(target, case) for case in plain):
-        said = " ".join(f"--option {name}={value}" for name, value in options.items())
-        blamed.append(said)
-    alone = "excludes" if len(blamed) == 1 else "together exclude"
-    which = f"{' and '.join(blamed)} {alone} all" if blamed else "its declarations exclude all"
+        text = " ".join(f"--option {name}={value}" for name, value in options.items())
+        blamed.append(text)
+    verb = "excludes" if len(blamed) == 1 else "together exclude"
+    which = f"{' and '.join(blamed)} {verb} all" if blamed else "its declarations exclude all"
     return f"{lead}: {which} of {len(cases)} drawn cases, {_commonest(refused)}"
 
 
@@ -83,9 +83,9 @@ def _relaxed(target: Target) -> Iterator[tuple[str, Target]]:
         value, anything = getattr(declared, each.name), getattr(EVERYTHING, each.name)
         if value != anything:
             relaxed = replace(declared, **{each.name: anything})
-            said = repr(value)
-            said = said if len(said) <= _VALUE_MAX else f"{said[:_VALUE_MAX]}..."
-            yield f"Capabilities.{each.name} = {said}", _Without(target, "capabilities", relaxed)
+            text = repr(value)
+            text = text if len(text) <= _VALUE_MAX else f"{text[:_VALUE_MAX]}..."
+            yield f"Capabilities.{each.name} = {text}", _Without(target, "capabilities", relaxed)
     if getattr(target, "numerics", None) is not None:
         yield "`numerics`", _Without(target, "numerics", Numerics())
     if getattr(target, "refuses", None) is not None:

@@ -35,7 +35,7 @@ EFFORT_OF_A_FAMILY, EFFORT_OF_A_MEMBER = 2_400, 150
 larger limit applies.
 """
 # Redraw a sibling if its effort exceeds the first case's by this factor.
-_DEARER = 1.5
+_REDRAW_FAMILY_FACTOR = 1.5
 # Draws per requested sibling. Most draws fit and are new.
 _TRIES = 4
 
@@ -71,7 +71,9 @@ def siblings(
             other = then(_drawn_sibling(Seeded(random), first, sizes=sizes, target=target))
         except Rejected:
             continue
-        is_new = other not in met and effort_of(other, sizes=sizes) <= _DEARER * effort_max
+        is_new = (
+            other not in met and effort_of(other, sizes=sizes) <= _REDRAW_FAMILY_FACTOR * effort_max
+        )
         if is_new and not check_scenario(other) and not refusals(target, other):
             met.add(other)
             yield other

@@ -134,7 +134,7 @@ class Rechecked:
 
     found: Found
     outcome: Outcome
-    said: str = ""
+    reason: str = ""
     """New finding or error; empty if the case passes or has the same finding."""
 
     def as_dict(self) -> dict[str, object]:
@@ -143,7 +143,7 @@ class Rechecked:
             "key": list(self.found.key),
             "bundle": self.found.bundle,
             "outcome": self.outcome,
-            "said": self.said,
+            "reason": self.reason,
         }
 
 
@@ -171,12 +171,12 @@ def _judge(found: Found, *, target: Target, pool: WorldPool, device: str) -> Rec
     try:
         result = run_case(found.case_again(), pool=pool, target=target, device=device)
     except ZeroSimError as error:
-        return Rechecked(found=found, outcome="unknown", said=str(error))
+        return Rechecked(found=found, outcome="unknown", reason=str(error))
     # The finding itself may be an unexpected exception.
     except Exception as error:  # noqa: BLE001
         same = found.key[:2] == (Check.INTERNAL_ERROR, type(error).__name__)
-        said = "" if same else f"{type(error).__name__}: {error}"
-        return Rechecked(found=found, outcome="fails" if same else "fails-otherwise", said=said)
+        reason = "" if same else f"{type(error).__name__}: {error}"
+        return Rechecked(found=found, outcome="fails" if same else "fails-otherwise", reason=reason)
     # The place may differ, because it may move even without shrinking.
     if may_become(found.key, result):
         return Rechecked(found=found, outcome="fails")
@@ -184,6 +184,6 @@ def _judge(found: Found, *, target: Target, pool: WorldPool, device: str) -> Rec
         return Rechecked(found=found, outcome="fixed")
     if result.findings:
         first = result.findings[0]
-        said = f"{first.check}: {first.message}"
-        return Rechecked(found=found, outcome="fails-otherwise", said=said)
-    return Rechecked(found=found, outcome="unknown", said=result.error or result.verdict)
+        reason = f"{first.check}: {first.message}"
+        return Rechecked(found=found, outcome="fails-otherwise", reason=reason)
+    return Rechecked(found=found, outcome="unknown", reason=result.error or result.verdict)

@@ -93,10 +93,10 @@ _RANKS_SPLIT = 4
 _RANKS_AFTER_SLOW = 3
 # Numbers of ranks that allow several replicas, each sharded over several ranks, repeated by
 # frequency. Other numbers rarely give collectives both between and within replicas.
-_SQUARISH = (4, 4, 4, 4, 4, 6, 8, 8)
+_REPLICABLE_WORLD_SIZES = (4, 4, 4, 4, 4, 6, 8, 8)
 _STEPS_MOSTLY = (2, 2, 2, STEPS_MAX)
 # Redraw a case if its estimated effort exceeds its limit by this factor.
-_DEAR = 3
+_REDRAW_FACTOR = 3
 # Numbers of steps in cases that skip a step. Consequences may show after four steps only.
 _STEPS_WITH_OVERFLOW = (2, 3, 4)
 _EVALUATIONS: tuple[Literal["between-steps", "within-step"], ...] = ("between-steps", "within-step")
@@ -248,7 +248,7 @@ def _drawn_case(
         scenario = _within_both(replace(scenario, reload=after), steps_max=steps_max)
     scenario = _joined(choices, fitted_one_rank(scenario), swarm=swarm)
     # Effort is not limited for many ranks, because these cases are rare.
-    if ranks < _MANY_RANKS and effort_of(scenario, sizes=sizes) > _DEAR * effort_max:
+    if ranks < _MANY_RANKS and effort_of(scenario, sizes=sizes) > _REDRAW_FACTOR * effort_max:
         choices.refuse()
     scenario = _hiding(scenario, swarm=swarm)
     if swarm.on("distinct start", fits=ranks > 1):
@@ -327,8 +327,8 @@ def _ranks(choices: Choices, most: int, *, preferred: tuple[int, ...]) -> int:
         return choices.among(fitting)
     if most > _MANY_RANKS:
         return choices.integer(_MANY_RANKS, most)
-    squarish = (ranks for ranks in _SQUARISH if ranks <= most)
-    return choices.among([*range(1, most + 1), *range(_FEW_RANKS + 1, most + 1), *squarish])
+    replicable = (ranks for ranks in _REPLICABLE_WORLD_SIZES if ranks <= most)
+    return choices.among([*range(1, most + 1), *range(_FEW_RANKS + 1, most + 1), *replicable])
 
 
 def _skips(target: Target, scenario: Scenario) -> bool:

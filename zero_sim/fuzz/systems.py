@@ -134,7 +134,7 @@ def drawn_system(
         # `rows` needs a bucket per param, which this target does not support.
         partition = "uneven"
     bucket_elems = bucket_size(choices, sizes) if swarm.on("buckets") else None
-    redundancy = _copies(choices, ranks, fits=stage > 0 and not buffered, swarm=swarm)
+    redundancy = _redundancy(choices, ranks, fits=stage > 0 and not buffered, swarm=swarm)
     in_chunks = swarm.on("gather chunks", fits=stage in (1, 2) and partition != "one-owner")
     return SystemSpec(
         stage=stage,
@@ -168,13 +168,13 @@ def drawn_system(
     )
 
 
-def _copies(choices: Choices, ranks: int, *, fits: bool, swarm: Swarm) -> int:
+def _redundancy(choices: Choices, ranks: int, *, fits: bool, swarm: Swarm) -> int:
     # Fewer replicas than ranks are more frequent: then groups within and between replicas both have
     # several ranks, so that a system may confuse them.
     counts = divisors(ranks)[1:] if fits else []
     shared = counts[:-1]
-    has_copies = swarm.on("copies", fits=bool(counts), often=bool(shared))
-    return choices.among([*shared, *shared, *counts]) if has_copies else 1
+    has_replicas = swarm.on("copies", fits=bool(counts), often=bool(shared))
+    return choices.among([*shared, *shared, *counts]) if has_replicas else 1
 
 
 def _through_buffers(
@@ -235,11 +235,11 @@ def drawn_reload(
     ep = choices.among(shares(model, ranks, swarm=swarm))
     both = len(swarm.able.stages) > 1
     stage = _other_stage(choices, system, swarm) if both and swarm.on("other stage") else None
-    has_copies = stage is None and system.stage > 0 and swarm.follows("system.redundancy")
+    has_replicas = stage is None and system.stage > 0 and swarm.follows("system.redundancy")
     # Only padded partitions can be aligned.
     padded = system.align_elems == system.align_bytes == 1 and stage != 0
     # The ranks with the same experts are divided among replicas.
-    redundancy = choices.among(divisors(ranks // ep)) if has_copies else 1
+    redundancy = choices.among(divisors(ranks // ep)) if has_replicas else 1
     buckets = bucket_size(choices, sizes) if swarm.on("other buckets") else None
     partition: PartitionName | None = None
     if padded and system.stage > 0 and swarm.on("other partition"):
@@ -329,7 +329,7 @@ def with_drawn_options(choices: Choices, scenario: Scenario, *, target: Target) 
     options = options_of(target)
     if not options or not choices.among((False, True, True)):
         return scenario
-    said: dict[str, str] = {}
+    drawn_options: dict[str, str] = {}
     for name, option in options.items():
         if option.fits is not None and option.fits(scenario):
             continue
@@ -344,8 +344,8 @@ def with_drawn_options(choices: Choices, scenario: Scenario, *, target: Target) 
             )
         if value != option.default:
             choices.note(f"option {name}")
-            said[name] = written(value)
-    return with_options(scenario, said) if said else scenario
+            drawn_options[name] = written(value)
+    return with_options(scenario, drawn_options) if drawn_options else scenario
 
 
 def _value(choices: Choices, name: str, option: Option, target: Target) -> OptionValue:

@@ -182,7 +182,7 @@ def workspaces_in_words(chosen: str, *, rank_threads: int, free_bytes: int) -> s
     # ":4096:8" is 8 buffers of 4096 KiB.
     kib, count = map(int, chosen.strip(":").split(":"))
     whole = rank_threads * kib * count * 1024
-    told = (
+    given = (
         f"{rank_threads} rank threads with a cuBLAS workspace of {kib * count / 1024:g} MiB each "
         f"({WORKSPACE}={chosen}): {whole / _MIB:,.0f} MiB of {free_bytes / _MIB:,.0f} MiB free"
     )
@@ -190,9 +190,9 @@ def workspaces_in_words(chosen: str, *, rank_threads: int, free_bytes: int) -> s
         # The second workspace is smaller, and cuBLAS is deterministic with it too.
         smaller = "fewer ranks" if chosen == WORKSPACES[1] else f"{WORKSPACE}={WORKSPACES[1]}"
         raise EnvironmentProblem(
-            f"expected ranks that fit on the device, got {told}. Try {smaller}."
+            f"expected ranks that fit on the device, got {given}. Try {smaller}."
         )
-    return told
+    return given
 
 
 def seed_device(device: torch.device, seed: int) -> None:

@@ -27,15 +27,15 @@ def show_frames(frames: Sequence[traceback.FrameSummary]) -> str:
 
 def show_error(error: BaseException) -> str:
     """Format an error and its causes, with the user's frames only."""
-    told = traceback.TracebackException.from_exception(error)
+    formatted = traceback.TracebackException.from_exception(error)
     seen: set[int] = set()
-    cause: traceback.TracebackException | None = told
+    cause: traceback.TracebackException | None = formatted
     # Causes may form a circle.
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
         cause.stack = traceback.StackSummary.from_list(_theirs(cause.stack))
         cause = cause.__cause__ or cause.__context__
-    return "".join(told.format()).rstrip()
+    return "".join(formatted.format()).rstrip()
 
 
 def _theirs(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:

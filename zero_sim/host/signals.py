@@ -26,12 +26,12 @@ _has_owner = False
 _at_second: Callable[[], None] | None = None
 
 
-def heard_count() -> int:
+def received_count() -> int:
     """Return the number of signals received in `listening`."""
     return _heard_count
 
 
-def heard_name() -> str:
+def received_name() -> str:
     """Return the last received signal's name, such as `SIGTERM`; empty if there was none."""
     return _heard_name
 
@@ -57,7 +57,7 @@ def listening(answer: Callable[[], None]) -> Iterator[None]:
         yield
         return
 
-    def hear(number: int, frame: FrameType | None) -> None:
+    def receive(number: int, frame: FrameType | None) -> None:
         global _last_heard, _heard_count, _heard_name
         now = time.monotonic()
         # A repeat, sent to the process group.
@@ -77,7 +77,7 @@ def listening(answer: Callable[[], None]) -> Iterator[None]:
     # Without an owner, SIGUSR1 has no meaning here and keeps its default effect.
     if _has_owner:
         listened.append(FROM_OWNER)
-    before = {number: signal.signal(number, hear) for number in listened}
+    before = {number: signal.signal(number, receive) for number in listened}
     try:
         yield
     finally:

@@ -46,7 +46,7 @@ class _Supervised:
     channel: socket.socket
     pid: int = field(default_factory=os.getpid)
 
-    def tell(self, **what: object) -> None:
+    def report(self, **what: object) -> None:
         # If the code under test forks, the fork inherits the channel but must not report anything.
         if os.getpid() == self.pid:
             with contextlib.suppress(OSError):
@@ -86,19 +86,19 @@ def supervise(target: str) -> int:
     # The second process inherits the mask, so signals wait until it listens for them.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     try:
-        told, returncode = _run_again()
+        report, returncode = _run_again()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    if told.status is not None:
-        return told.status
+    if report.status is not None:
+        return report.status
     # The second process could not clean up.
     _restore_terminal()
-    error, status = told.without_confirmation(returncode, target=target)
+    error, status = report.without_confirmation(returncode, target=target)
     print(printable(f"Error: {error}", lines=True), file=sys.stderr, flush=True)  # noqa: T201
     return status
 
 
-def _run_again() -> tuple[_Told, int]:
+def _run_again() -> tuple[_Report, int]:
     ours, theirs = socket.socketpair()
     # Close the child's end here at once, so reads end when the child ends.
     with ours:
@@ -110,15 +110,15 @@ def _run_again() -> tuple[_Told, int]:
                 env={**os.environ, _CHANNEL: str(theirs.fileno())},
             )
         ours.setblocking(False)
-        told = _Told()
+        report = _Report()
         while child.poll() is None:
             came = _wait_for_signal()
-            told.read(ours)
+            report.read(ours)
             if came in ENDING:
-                told.passed_on = True
+                report.passed_on = True
                 child.send_signal(came)
-        told.read(ours)
-    return told, child.returncode
+        report.read(ours)
+    return report, child.returncode
 
 
 def _wait_for_signal() -> int | None:
@@ -135,7 +135,7 @@ def _wait_for_signal() -> int | None:
 
 
 @dataclass(slots=True)
-class _Told:
+class _Report:
     """Messages from the second process so far."""
 
     status: int | None = None
@@ -218,7 +218,7 @@ def listen() -> None:
 def note(doing: str) -> None:
     """Report this process's next action, in words that follow `at`."""
     if _supervised is not None:
-        _supervised.tell(doing=doing, cases=_cases)
+        _supervised.report(doing=doing, cases=_cases)
 
 
 def count_case() -> None:
@@ -230,7 +230,7 @@ def count_case() -> None:
 def confirm(status: int) -> None:
     """Confirm that the command reached its end, with its exit status."""
     if _supervised is not None:
-        _supervised.tell(finished=status, cases=_cases)
+        _supervised.report(finished=status, cases=_cases)
 
 
 def end_process(status: int) -> NoReturn:
@@ -254,5 +254,5 @@ def _watched_exit(status: int) -> NoReturn:
     """Report the caller of `os._exit`, then exit."""
     text = show_frames(traceback.extract_stack()[:-1])
     if _supervised is not None:
-        _supervised.tell(ending={"call": f"os._exit({status})", "status": status, "frames": text})
+        _supervised.report(ending={"call": f"os._exit({status})", "status": status, "frames": text})
     _exit(status)

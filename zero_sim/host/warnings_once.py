@@ -24,7 +24,7 @@ _CLAIMS = "ZERO_SIM_WARNED"
 
 
 @contextlib.contextmanager
-def telling_once() -> Iterator[None]:
+def showing_warnings_once() -> Iterator[None]:
     """Show each warning once, in this process and all processes that it starts."""
     # Keep the user's own filters, and do nothing if a parent process has done this already.
     if sys.warnoptions or _CLAIMS in os.environ:
@@ -33,7 +33,7 @@ def telling_once() -> Iterator[None]:
     folder = Path(tempfile.gettempdir(), f"zero-sim-warned-{os.getpid()}-{secrets.token_hex(4)}")
     # In the environment, for started processes.
     before, os.environ[_CLAIMS] = warnings.showwarning, str(folder)
-    tell_once()
+    show_warnings_once()
     try:
         yield
     finally:
@@ -42,7 +42,7 @@ def telling_once() -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def tell_once() -> None:
+def show_warnings_once() -> None:
     """In a started process, suppress warnings that a related process has already shown."""
     folder = os.environ.get(_CLAIMS)
     if folder is not None:

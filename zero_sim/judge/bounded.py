@@ -32,14 +32,14 @@ from zero_sim.judge.grad_stats import PartStats, ReportedStats
 from zero_sim.judge.guarantee import Width
 from zero_sim.judge.judge_report import JudgeReport, RankDigests, with_digests
 from zero_sim.judge.judged_group import JudgedGroup
+from zero_sim.judge.reported_grads import hint_within_bounds
 from zero_sim.judge.step_source import Steps
-from zero_sim.judge.told import told_within_bounds
 from zero_sim.reference import Addresses, BoundedReference, BoundedStep, Follower
 from zero_sim.scenario.checks import Check
 from zero_sim.targets import EngineAdapter, OwnedPart, StepResult
 from zero_sim.targets.adapt import GRADIENTS, PARTS
 
-_NOT_TOLD = (
+_NOT_REPORTED = (
     "the order of addition is unknown, so an update can only be followed from the reduced "
     "gradient, and the target does not report its {what}"
 )
@@ -88,11 +88,11 @@ class BoundedComparison(Steps):
         """Set the addresses of each rank's working params, before the first step."""
         self._reference.set_addresses(addresses)
 
-    def advance(self, *, told: Tensor | None = None) -> None:
+    def advance(self, *, reported_norm: Tensor | None = None) -> None:
         """Replay the next step from the params that ranks reported after the last step.
 
         Args:
-            told: Ignored, because the comparison reads the reported norms.
+            reported_norm: Ignored, because the comparison reads the reported norms.
         """
         taken = self._step()
         if self.on_step is not None:
@@ -155,11 +155,11 @@ class BoundedComparison(Steps):
     def _why_not_followed(self, taken: BoundedStep) -> str:
         """Return the reason why the step's update cannot be followed; empty if it can."""
         if PARTS in self._group.unobserved:
-            return _NOT_TOLD.format(what=PARTS)
+            return _NOT_REPORTED.format(what=PARTS)
         narrow = any(grad.dtype is not torch.float32 for grad in taken.grads.values())
         # Several bf16 sums may round to the same quotient, so a quotient does not determine its
         # sum.
-        if self._tells_divided(taken) and narrow:
+        if self._reports_divided(taken) and narrow:
             return (
                 "the order of addition is unknown, so an update can only be followed from the "
                 "reduced gradient, and the target reports it after a division that rounds. Set "
@@ -172,8 +172,8 @@ class BoundedComparison(Steps):
             )
         return ""
 
-    def _tells_divided(self, taken: BoundedStep) -> bool:
-        return taken.divisor != 1 and self._group.tells_divided
+    def _reports_divided(self, taken: BoundedStep) -> bool:
+        return taken.divisor != 1 and self._group.reports_divided
 
     def compare_measured(self, result: StepResult, *, rank: int, step: int) -> Iterator[Finding]:
         """Compare norm and zeros with the intervals that the bounds imply."""
@@ -218,12 +218,12 @@ class BoundedComparison(Steps):
             # Engines report None for zeros, such as the gradient of a frozen or unused param.
             grad, part = wanted, replace(part, grad=wanted)
         if grad is None:
-            if self._group.telling[rank] and bool(bound.signed.any()):
+            if self._group.reporting[rank] and bool(bound.signed.any()):
                 # The bound excludes zero, so a missing gradient cannot mean zeros.
                 yield findings.missing(at, "the system has no gradient of this param")
                 return
             self._group.unobserved.add(GRADIENTS)
-            self._unfollowed = _NOT_TOLD.format(what=GRADIENTS)
+            self._unfollowed = _NOT_REPORTED.format(what=GRADIENTS)
             self.uncertified_step = step
             return
         self._comparer.elems += wanted.numel()
@@ -231,7 +231,7 @@ class BoundedComparison(Steps):
             yield findings.differing(at, wanted, grad)
             return
         of_sum = bound
-        divisor = expected.divisor if self._tells_divided(expected) else 1
+        divisor = expected.divisor if self._reports_divided(expected) else 1
         if divisor != 1:
             # Gradients are reported after the division, so divide the bound, too.
             bound = of_sum.divided_by(divisor)
@@ -240,8 +240,8 @@ class BoundedComparison(Steps):
             cause = self._factors(expected).explain_within(of_sum, grad, divisor=divisor)
             found = findings.outside(at, bound, inside, grad, cause=cause)
             # Perhaps it fits the bounds on the other side of the division.
-            hint = told_within_bounds(
-                of_sum, grad, divisor=expected.divisor, divided=self._group.tells_divided
+            hint = hint_within_bounds(
+                of_sum, grad, divisor=expected.divisor, divided=self._group.reports_divided
             )
             yield replace(found, detail=hint)
         if self._replica_count > 1 or place.replicas > 1:
@@ -265,7 +265,7 @@ class BoundedComparison(Steps):
             expected.losses,
             divisor=1 if division.how == "none" else division.count,
             replicas=self._group.scenario.system.redundancy,
-            is_mean=division.rest == 1 or self._group.tells_divided,
+            is_mean=division.rest == 1 or self._group.reports_divided,
         )
 
     def _follow(self, rank: int, part: OwnedPart, expected: BoundedStep) -> Follower:
@@ -284,7 +284,7 @@ class BoundedComparison(Steps):
                     part.grad,
                     update=expected.update,
                     norm=self._norms[rank],
-                    divided=self._tells_divided(expected),
+                    divided=self._reports_divided(expected),
                 )
                 self._part_stats.append(
                     PartStats(

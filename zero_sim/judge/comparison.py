@@ -75,7 +75,7 @@ class DigestComparison:
             yield from self._compare(expected, part.grad, "grad", *at)
         elif key in expected.digests and key not in expected.zero_grads:
             # The engine lacks this gradient, or reports no gradients.
-            if self._group.telling[rank]:
+            if self._group.reporting[rank]:
                 yield _DIFFERS
             else:
                 self._group.unobserved.add(GRADIENTS)
@@ -202,7 +202,7 @@ class Comparison(Comparing, Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Owed:
+class ExpectedSteps:
     """Expected steps of a group, and comparisons with them."""
 
     steps: Steps
@@ -219,13 +219,13 @@ class Owed:
         return self.digests
 
 
-def owed_of(
+def expected_steps_of(
     group: JudgedGroup,
     *,
     reference: AnyReference | LateReference,
     order_seed: int,
     shared: SharedSteps | None = None,
-) -> Owed:
+) -> ExpectedSteps:
     """Build the expected steps and comparisons of a group.
 
     Args:
@@ -237,9 +237,9 @@ def owed_of(
     # With an unknown order, steps depend on this system's sums, so they cannot be shared.
     if isinstance(reference, BoundedReference):
         bounded = BoundedComparison(group, reference=reference)
-        return Owed(steps=bounded, exact=bounded)
+        return ExpectedSteps(steps=bounded, exact=bounded)
     source = StepSource(group, reference=reference, order_seed=order_seed, shared=shared)
-    return Owed(
+    return ExpectedSteps(
         steps=source,
         exact=ExactComparison(group, source=source),
         digests=DigestComparison(group, steps=source.steps),

@@ -23,7 +23,7 @@ from zero_sim.scenario.checks import Check
 
 What = Literal["grad", "norm", "params"]
 
-_SAID: dict[What, tuple[Phase, str]] = {
+_PHASES: dict[What, tuple[Phase, str]] = {
     "grad": (Phase.REDUCE, "the reduced gradient"),
     "norm": (Phase.NORM, "the norm of the gradient"),
     "params": (Phase.GATHER, "the working param"),
@@ -130,7 +130,7 @@ def compare_copies(copies: Iterable[Copy]) -> Iterator[Finding]:
 
 
 def _finding(what: What, *, step: int, rank: int, other: int, param: str, start: int) -> Finding:
-    phase, name = _SAID[what]
+    phase, name = _PHASES[what]
     at = Finding(
         check=Check.INVARIANT_REPLICAS,
         message=f"{name} differs from that of rank {other}",

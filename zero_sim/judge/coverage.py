@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from zero_sim.errors import UntrainableError
 from zero_sim.judge.guarantee import Guarantee
-from zero_sim.judge.step_digests import StepDigests, owed_by
+from zero_sim.judge.step_digests import StepDigests, guarantees_of
 from zero_sim.judge.step_source import AnyStep
 from zero_sim.reference import BoundedStep, NonFinite, ReferenceStep
 from zero_sim.scenario.spec import Scenario
@@ -33,7 +33,7 @@ class Coverage:
         """True if all ranks had the same data in every step."""
         self.has_stepped = False
         """True if any step updated params on finite gradients. Other steps prove nothing."""
-        self.owed: Counter[Guarantee] = Counter()
+        self.guarantees: Counter[Guarantee] = Counter()
         """Reduced gradient elements over all steps, by guarantee."""
         self._unmoved: frozenset[str] | None = None
         """Params that kept their values in all steps; None before the first step."""
@@ -53,7 +53,7 @@ class Coverage:
         is_finite = math.isfinite(taken.norm)
         # Steps with infinite or NaN gradients prove nothing.
         if is_finite:
-            self.owed += owed_by(taken, scenario=self._scenario)
+            self.guarantees += guarantees_of(taken, scenario=self._scenario)
         self.has_stepped |= not taken.skipped and is_finite
         self.same_data &= len(set(taken.data_digests.values())) == 1
 

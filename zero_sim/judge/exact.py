@@ -20,8 +20,8 @@ from zero_sim.judge.forward_reads import ForwardReads, compare_losses
 from zero_sim.judge.judge_report import JudgeReport
 from zero_sim.judge.judged_group import JudgedGroup, cut_state
 from zero_sim.judge.loaded import compare_loaded
+from zero_sim.judge.reported_grads import as_reported, hint_of_other_point
 from zero_sim.judge.step_source import StepSource
-from zero_sim.judge.told import told_as, told_otherwise
 from zero_sim.reference import ReferenceStep, norms_of_shard, quotient, wide_ends
 from zero_sim.scenario.checks import Check
 from zero_sim.targets import EngineAdapter, OwnedPart, StepResult
@@ -44,7 +44,7 @@ class ExactComparison:
         self._comparer = group.comparer
         self._source = source
         self._steps: Mapping[int, ReferenceStep] = source.steps
-        self._told_at = group.numerics.told_at
+        self._reported_at = group.numerics.reported_at
         self._explanations = Explanations(group, reference=lambda: source.reference)
         self._adoption: Adoption | None = None
         if group.scenario.optimizer.name == "own":
@@ -81,17 +81,17 @@ class ExactComparison:
 
     def compare_loaded(self, engine: EngineAdapter, *, rank: int) -> Iterator[Finding]:
         """Compare a rank's loaded state, before its first step."""
-        standing = self._source.reference.standing()
+        training_state = self._source.reference.training_state()
         # Ranks need not wait for each other. If another rank has stepped, so has the reference,
         # and its loaded state is gone.
-        if standing.next_step == self._group.first_step:
-            yield from compare_loaded(self._group, engine, standing=standing, rank=rank)
+        if training_state.next_step == self._group.first_step:
+            yield from compare_loaded(self._group, engine, training_state=training_state, rank=rank)
 
     def compare_measured(self, result: StepResult, *, rank: int, step: int) -> Iterator[Finding]:
         """Compare zeros, and the norm if every order of addition gives the same norm."""
         expected = self._steps[step]
         norm = result.norm if expected.measured.norm_certified else None
-        if self._group.numerics.norm == "told":
+        if self._group.numerics.norm == "reported":
             # The reference clips by the reported norm, so it cannot judge it.
             self._group.unobserved.add("norm")
             norm = None
@@ -219,7 +219,7 @@ class ExactComparison:
         at = partial(findings.owned, Check.EQUALITY_GRAD, "", step, rank, part.place)
         if part.grad is None:
             # Engines report None for zeros, such as the gradient of a frozen or unused param.
-            if grad.any() and not self._group.telling[rank]:
+            if grad.any() and not self._group.reporting[rank]:
                 # This rank reports no gradients, so they are unobserved, not wrong.
                 self._group.unobserved.add(GRADIENTS)
             elif grad.any():
@@ -234,7 +234,9 @@ class ExactComparison:
             factors = self._factors(expected)
             found = self._group.differing(at(), grad, part.grad, known=known, factors=factors)
             # If these are the bits at another point of the step, propose to declare it.
-            side = told_otherwise(expected, name, cut, part.grad, numerics=self._group.numerics)
+            side = hint_of_other_point(
+                expected, name, cut, part.grad, numerics=self._group.numerics
+            )
             yield replace(found, detail="\n".join(filter(None, [found.detail, side])))
 
     def _compare_with_one(
@@ -246,7 +248,7 @@ class ExactComparison:
         if divisor != 1:
             # The reported value is a sum, so divide it here, in fp32 as the reference does.
             owed = one.to(torch.float32)
-            got = got if self._group.tells_divided else quotient(got.to(torch.float32), divisor)
+            got = got if self._group.reports_divided else quotient(got.to(torch.float32), divisor)
         if self._comparer.differs(owed, got):
             found = findings.owned(Check.INVARIANT_ONE_DEVICE, "", *at, part.place)
             found = self._group.differing(found, owed, got)
@@ -283,7 +285,9 @@ class ExactComparison:
                 known = partial(self._known_grads, self._steps[step], rank=rank, name=name, start=0)
                 factors = self._factors(self._steps[step])
                 found = self._group.differing(at, wanted, got, known=known, factors=factors)
-                side = told_otherwise(self._steps[step], name, _whole, got, numerics=group.numerics)
+                side = hint_of_other_point(
+                    self._steps[step], name, _whole, got, numerics=group.numerics
+                )
                 yield replace(found, detail="\n".join(filter(None, [found.detail, side])))
 
     def _known_grads(
@@ -294,14 +298,16 @@ class ExactComparison:
         if explainer is not None:
             yield from explainer.known_grads(name, rank=rank, start=start)
         # A system may swap gradients, so all params are candidates.
-        told = {each: self._as_reported(expected, each) for each in expected.grads}
-        yield from _of_params({n: v for n, v in told.items() if v is not None}, start=start)
+        grads_reported = {each: self._as_reported(expected, each) for each in expected.grads}
+        yield from _of_params(
+            {n: v for n, v in grads_reported.items() if v is not None}, start=start
+        )
 
     def _factors(self, expected: ReferenceStep) -> FactorCauses:
         """Return causes of a common factor in gradients, as the target reports them."""
         division = expected.update.division
         # The reported value is a sum if a division follows the report.
-        is_sum = division.rest != 1 and not self._group.tells_divided and not division.each_round
+        is_sum = division.rest != 1 and not self._group.reports_divided and not division.each_round
         return self._factors_of(expected, is_mean=not is_sum)
 
     def _factors_of(
@@ -317,8 +323,8 @@ class ExactComparison:
 
     def _as_reported(self, expected: ReferenceStep, name: str) -> Tensor | None:
         """Return a reduced gradient in the target's form; None if it has none in this step."""
-        dtype = self._group.numerics.told_dtype
-        return told_as(expected, name, point=self._told_at, dtype=dtype)
+        dtype = self._group.numerics.reported_dtype
+        return as_reported(expected, name, point=self._reported_at, dtype=dtype)
 
     def _note_grad(
         self,
@@ -331,10 +337,10 @@ class ExactComparison:
         agrees: bool,
     ) -> None:
         """Record a gradient for explanations; clipped gradients cannot be explained by rules."""
-        if self._told_at != "after-clip":
+        if self._reported_at != "after-clip":
             numerics = self._group.numerics
-            seen, shown = grad_seen(name, got, cut=cut, rank=rank, numerics=numerics)
-            self._explanations.note(expected, seen, shown, agrees=agrees)
+            observation, shown = grad_seen(name, got, cut=cut, rank=rank, numerics=numerics)
+            self._explanations.note(expected, observation, shown, agrees=agrees)
 
     def compare_params(
         self, params: Mapping[str, Tensor], *, rank: int, step: int
@@ -360,8 +366,8 @@ class ExactComparison:
                 yield self._group.differing(at, value, params[name], known=known)
             if not self._steps[step].skipped:
                 # A skipped step computes nothing that a rule could explain.
-                seen, got = param_seen(name, params[name], rank=rank)
-                self._explanations.note(self._steps[step], seen, got, agrees=not differs)
+                observation, got = param_seen(name, params[name], rank=rank)
+                self._explanations.note(self._steps[step], observation, got, agrees=not differs)
 
     def add_to(self, judged: JudgeReport) -> JudgeReport:
         """Add the rules that fit the differences to a report."""

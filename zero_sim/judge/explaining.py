@@ -16,14 +16,14 @@ from torch import Tensor
 
 from zero_sim.findings.recognition import Known
 from zero_sim.judge.judged_group import JudgedGroup, cut_state
+from zero_sim.judge.reported_grads import sum_as_reported
 from zero_sim.judge.rules_tried import RulesTried, What
-from zero_sim.judge.told import sum_as_reported
 from zero_sim.reference import Reference, ReferenceStep, StepAgain
 from zero_sim.targets import Numerics, OwnedPart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
+class Observation:
     """A comparison on a rank: a gradient part, a master with its state, or a param."""
 
     what: What
@@ -36,12 +36,12 @@ class Seen:
 class Explainer(Protocol):
     """Explains the differences in a step."""
 
-    def look(self, seen: Seen, got: Mapping[str, Tensor], *, agrees: bool) -> None:
+    def look(self, observation: Observation, got: Mapping[str, Tensor], *, agrees: bool) -> None:
         """Add a comparison.
 
         Args:
-            seen: The comparison.
-            got: The rank's tensors, under the names of `seen.pick`.
+            observation: The comparison.
+            got: The rank's tensors, under the names of `observation.pick`.
             agrees: True if `got` has the expected bits.
         """
         ...
@@ -80,18 +80,23 @@ class Explanations:
     def __init__(self, group: JudgedGroup, *, reference: Callable[[], Reference]) -> None:
         self._group = group
         self._reference = reference
-        self._agreed: dict[int, list[Seen]] = {}
+        self._agreed: dict[int, list[Observation]] = {}
         """Agreeing comparisons by step, until something differs."""
         self._explainers: dict[int, Explainer] = {}
 
     def note(
-        self, expected: ReferenceStep, seen: Seen, got: Mapping[str, Tensor], *, agrees: bool
+        self,
+        expected: ReferenceStep,
+        observation: Observation,
+        got: Mapping[str, Tensor],
+        *,
+        agrees: bool,
     ) -> None:
         """Record a comparison.
 
         Args:
             expected: The reference's step.
-            seen: The comparison.
+            observation: The comparison.
             got: The rank's tensors.
             agrees: True if `got` has the expected bits.
         """
@@ -99,11 +104,11 @@ class Explanations:
         if agrees and expected.step not in self._explainers:
             # Without the start state the step cannot be repeated.
             if expected.start is not None:
-                self._agreed.setdefault(expected.step, []).append(seen)
+                self._agreed.setdefault(expected.step, []).append(observation)
             return
         explainer = self.of(expected)
         if explainer is not None:
-            explainer.look(seen, got, agrees=agrees)
+            explainer.look(observation, got, agrees=agrees)
 
     def of(self, expected: ReferenceStep) -> Explainer | None:
         """Return a step's explainer.
@@ -140,7 +145,7 @@ class Explanations:
         return None if explainer is None else explainer.tried()
 
 
-def part_seen(part: OwnedPart, *, rank: int) -> tuple[Seen, Mapping[str, Tensor]]:
+def part_seen(part: OwnedPart, *, rank: int) -> tuple[Observation, Mapping[str, Tensor]]:
     """Return the comparison of a part's master and state, with their values.
 
     Args:
@@ -156,8 +161,8 @@ def part_seen(part: OwnedPart, *, rank: int) -> tuple[Seen, Mapping[str, Tensor]
         return {"master": master.reshape(-1)[place.start : place.stop], **held}
 
     # A rule must fit master and state together, because both come from the same update.
-    seen = Seen(what="update", rank=rank, pick=pick)
-    return seen, {"master": part.master, **part.state}
+    observation = Observation(what="update", rank=rank, pick=pick)
+    return observation, {"master": part.master, **part.state}
 
 
 def grad_seen(
@@ -167,7 +172,7 @@ def grad_seen(
     cut: Callable[[Tensor], Tensor],
     rank: int,
     numerics: Numerics,
-) -> tuple[Seen, Mapping[str, Tensor]]:
+) -> tuple[Observation, Mapping[str, Tensor]]:
     """Return the comparison of a reduced gradient, with its values.
 
     Args:
@@ -181,10 +186,10 @@ def grad_seen(
     def pick(by: StepAgain) -> dict[str, Tensor]:
         return {name: cut(sum_as_reported(by, name, numerics=numerics))}
 
-    return Seen(what="gradient", rank=rank, pick=pick), {name: got}
+    return Observation(what="gradient", rank=rank, pick=pick), {name: got}
 
 
-def param_seen(name: str, got: Tensor, *, rank: int) -> tuple[Seen, Mapping[str, Tensor]]:
+def param_seen(name: str, got: Tensor, *, rank: int) -> tuple[Observation, Mapping[str, Tensor]]:
     """Return the comparison of a working param, with its values.
 
     Args:
@@ -192,5 +197,7 @@ def param_seen(name: str, got: Tensor, *, rank: int) -> tuple[Seen, Mapping[str,
         got: The rank's values.
         rank: Group rank.
     """
-    seen = Seen(what="update", rank=rank, pick=lambda by: {name: by.step.params[name]})
-    return seen, {name: got}
+    observation = Observation(
+        what="update", rank=rank, pick=lambda by: {name: by.step.params[name]}
+    )
+    return observation, {name: got}

@@ -19,8 +19,8 @@ from zero_sim.findings import describe as findings
 from zero_sim.findings.buffer_map import build_buffer_map
 from zero_sim.findings.records import BufferMap, Finding
 from zero_sim.judge.checks import table
-from zero_sim.judge.checks.shown import RankNotes, Shown
-from zero_sim.judge.comparison import AnyReference, owed_of
+from zero_sim.judge.checks.observed_step import ObservedStep, RankNotes
+from zero_sim.judge.comparison import AnyReference, expected_steps_of
 from zero_sim.judge.coverage import Coverage, check_trainable
 from zero_sim.judge.facts import Facts
 from zero_sim.judge.judge_report import JudgeReport
@@ -41,7 +41,7 @@ class Judge:
         group: The judged group.
         reference: The oracle, before the first step.
         order_seed: World seed, from which orders are drawn.
-        observed: Group ranks that this judge observes.
+        observed_ranks: Group ranks that this judge observes.
         weighed_step: The only step whose memory is compared, because measuring is slow.
         calls_made: Returns the length of the world's call log; None without a log.
         after_step: Called with the index of each step that the reference has taken.
@@ -54,7 +54,7 @@ class Judge:
         *,
         reference: AnyReference | LateReference,
         order_seed: int,
-        observed: Iterable[int],
+        observed_ranks: Iterable[int],
         weighed_step: int,
         calls_made: Callable[[], int] | None,
         after_step: Callable[[int], None],
@@ -68,12 +68,14 @@ class Judge:
         self.book = StepBook(group.world_ranks, first_step=first_step, calls_made=calls_made)
         self.bad = FirstBadStep(first_step=first_step, book=self.book)
         self._coverage = Coverage(group.scenario, first_step=first_step)
-        self._shown_steps = dict.fromkeys(observed, first_step - 1)
+        self._observed_steps = dict.fromkeys(observed_ranks, first_step - 1)
         """Last observed step, by observed rank."""
         self._parts: dict[int, Sequence[OwnedPart]] = {}
         """Owned parts after a rank's last step, by rank."""
-        self._owed = owed_of(group, reference=reference, order_seed=order_seed, shared=shared)
-        self._owed.steps.on_step = self._take
+        self._expected = expected_steps_of(
+            group, reference=reference, order_seed=order_seed, shared=shared
+        )
+        self._expected.steps.on_step = self._take
         self._after_step = after_step
 
     @staticmethod
@@ -85,7 +87,7 @@ class Judge:
         """
         for judge in judges:
             # The list includes the judge's own steps.
-            judge._owed.steps.peers = [each._owed.steps for each in judges]
+            judge._expected.steps.peers = [each._expected.steps for each in judges]
 
     @property
     def has_started(self) -> bool:
@@ -109,9 +111,9 @@ class Judge:
             nonzero_fraction_max=self._coverage.nonzero_fraction_max,
             same_data=self._coverage.same_data,
             has_stepped=self._coverage.has_stepped,
-            uncertified_step=self._owed.steps.uncertified_step,
+            uncertified_step=self._expected.steps.uncertified_step,
             unobserved=self._coverage.unobserved.union(self.group.unobserved),
-            owed=self._coverage.owed,
+            guarantees=self._coverage.guarantees,
             bad_step=self.bad.step,
             # Findings have group ranks until here. Reports have world ranks.
             findings=tuple(
@@ -121,7 +123,7 @@ class Judge:
                 for found in placed
             ),
         )
-        return self._owed.exact.add_to(judged)
+        return self._expected.exact.add_to(judged)
 
     def buffer_map(self) -> BufferMap | None:
         """Return the buffer map of the first finding that lies in a flat buffer."""
@@ -151,10 +153,10 @@ class Judge:
             # All ranks have reported, so set up the reference and check ownership. Start values
             # before addresses, as `Steps.start_from` requires.
             if ownership.drawn:
-                self._owed.steps.start_from(ownership.drawn)
-            self._owed.steps.set_addresses(ownership.addresses)
-            tell_parts = PARTS not in self.group.unobserved
-            self.bad.report(step, ownership.check(step, tell_parts=tell_parts))
+                self._expected.steps.start_from(ownership.drawn)
+            self._expected.steps.set_addresses(ownership.addresses)
+            has_parts = PARTS not in self.group.unobserved
+            self.bad.report(step, ownership.check(step, has_parts=has_parts))
 
     def observe_load(self, rank: int, engine: EngineAdapter) -> None:
         """Judge a rank's state after it has loaded a checkpoint.
@@ -163,13 +165,13 @@ class Judge:
             rank: Group rank.
             engine: Its engine, with readable params.
         """
-        with engine.asked_once():
+        with engine.queried_once():
             # Query on every rank, even if the reference is past the load, because queries may be
             # collective.
             engine.parts()
             engine.params()
             engine.settings()
-            found = self._owed.exact.compare_loaded(engine, rank=rank)
+            found = self._expected.exact.compare_loaded(engine, rank=rank)
             self.bad.report(self.group.first_step, found)
 
     def begin(self, rank: int, notes: RankNotes) -> None:
@@ -187,10 +189,10 @@ class Judge:
         self.book.begin_backward(rank, step)
         if self.bad.is_before(step):
             # This group has a finding, so other processes must take their own steps.
-            self._owed.steps.stop_sharing(step)
+            self._expected.steps.stop_sharing(step)
         with self.book.aside(rank):
-            shown = self._shown(rank, step, engine)
-            self.bad.report(step, table.run_checks(table.BEFORE_BACKWARD, shown))
+            observed = self._observed_step(rank, step, engine)
+            self.bad.report(step, table.run_checks(table.BEFORE_BACKWARD, observed))
 
     def observe_evaluation(self, rank: int, step: int, trained: Tensor, evaluated: Tensor) -> None:
         """Compare a rank's loss under `no_grad` with the training loss of the same micro-batch."""
@@ -217,13 +219,13 @@ class Judge:
             result: Returned by the engine's step.
             engine: The engine. Its params may still be in flight.
         """
-        with self.book.aside(rank), engine.asked_once():
+        with self.book.aside(rank), engine.queried_once():
             # Before any early return, so that all ranks make the same queries.
             self._query_after_step(rank, step, engine)
             if self.bad.is_before(step):
                 # Findings of later steps are consequences of the first.
                 return
-            self._observe(self._shown(rank, step, engine, losses=losses, result=result))
+            self._observe(self._observed_step(rank, step, engine, losses=losses, result=result))
         # Outside of the block, which excludes the judge's own calls from the step.
         self.book.end(rank, step)
 
@@ -245,67 +247,74 @@ class Judge:
         """Return True if memory is compared after this step and the target declares its memory."""
         return step == self.weighed_step and self.notes[rank].costs.held is not None
 
-    def _observe(self, shown: Shown) -> None:
-        steps, rank, step, skipped = self._owed.steps, shown.rank, shown.step, self.book.skipped
+    def _observe(self, observed: ObservedStep) -> None:
+        steps, rank, step, skipped = (
+            self._expected.steps,
+            observed.rank,
+            observed.step,
+            self.book.skipped,
+        )
         if not steps.follows(step):
             # The reference cannot take this step, so only record the system's skip.
-            skipped.setdefault(step, bool(shown.result.skipped))
+            skipped.setdefault(step, bool(observed.result.skipped))
             return
-        # With numerics norm = "told", the reference clips by the reported norm.
-        steps.get(step, told=shown.result.norm)
+        # With numerics norm = "reported", the reference clips by the reported norm.
+        steps.get(step, reported_norm=observed.result.norm)
         if steps.uncertified_step is not None:
             # Overflow may depend on the order of addition, so even a skip is not judged.
-            skipped[step] = bool(shown.result.skipped)
+            skipped[step] = bool(observed.result.skipped)
             return
         # A rank that reports any gradient must report all.
-        self.group.telling[rank] = any(part.grad is not None for part in shown.parts)
-        self._compare(table.AFTER_STEP, shown)
+        self.group.reporting[rank] = any(part.grad is not None for part in observed.parts)
+        self._compare(table.AFTER_STEP, observed)
         if self._is_weighed(rank, step):
-            self.bad.report(step, table.run_checks(table.WEIGHED, shown))
+            self.bad.report(step, table.run_checks(table.WEIGHED, observed))
 
     def observe_params(self, rank: int, step: int, engine: EngineAdapter) -> None:
         """Judge a rank's working params once they are gathered; the last checks of a step."""
-        with self.book.aside(rank), engine.asked_once():
+        with self.book.aside(rank), engine.queried_once():
             # On every rank, regardless of findings: see `_query_after_step`.
             params = engine.params()
             if self.group.recorder is not None and PARTS in self.group.unobserved:
                 self.group.recorder.note_params(step, params)
-            # Also on every rank. `asked_once` caches the result for the check.
+            # Also on every rank. `queried_once` caches the result for the check.
             engine.stray_padding()
             if not self.bad.is_before(step):
-                shown = self._shown(rank, step, engine, params=params)
-                if self._owed.steps.uncertified_step is None:
+                observed = self._observed_step(rank, step, engine, params=params)
+                if self._expected.steps.uncertified_step is None:
                     # If steps are still shared, `observe` found that these parts agree.
-                    self._compare(table.AFTER_GATHER, shown, agreed=shown.parts)
-                self.bad.report(step, table.run_checks(table.AFTER_GATHER_ALWAYS, shown))
-        self._shown_steps[rank] = step
-        self._forget_shown(step)
+                    self._compare(table.AFTER_GATHER, observed, agreed=observed.parts)
+                self.bad.report(step, table.run_checks(table.AFTER_GATHER_ALWAYS, observed))
+        self._observed_steps[rank] = step
+        self._forget_observed(step)
 
     def step_unseen(self) -> None:
         """Take a step with the references of all peers, if no rank is observed in it."""
-        if self._owed.steps.steps_unseen:
-            self._owed.steps.advance()
+        if self._expected.steps.steps_unseen:
+            self._expected.steps.advance()
 
-    def ask_reference(self) -> None:
+    def advance_reference(self) -> None:
         """Take the begun step with the reference, unless it was taken already.
 
         Raises:
             UntrainableError: If the step's result is not finite.
         """
-        steps = self._owed.steps
+        steps = self._expected.steps
         # With an unknown order, a step needs reported params, so it cannot be taken ahead.
         if steps.steps_unseen and self._coverage.taken_step < self.book.begun_step:
             steps.fall_back()
             steps.advance()
 
-    def _shown(self, rank: int, step: int, engine: EngineAdapter, **seen: Any) -> Shown:
-        return Shown(
+    def _observed_step(
+        self, rank: int, step: int, engine: EngineAdapter, **seen: Any
+    ) -> ObservedStep:
+        return ObservedStep(
             rank=rank,
             step=step,
             engine=engine,
             notes=self.notes[rank],
             group=self.group,
-            owed=self._owed,
+            expected_steps=self._expected,
             parts=self._parts.get(rank, ()),
             **seen,
         )
@@ -313,7 +322,7 @@ class Judge:
     def _compare(
         self,
         checks: Sequence[table.RankCheck],
-        shown: Shown,
+        observed: ObservedStep,
         *,
         agreed: Sequence[OwnedPart] = (),
     ) -> None:
@@ -323,25 +332,25 @@ class Judge:
 
         Args:
             checks: The checks.
-            shown: The rank's state.
+            observed: The rank's state.
             agreed: Parts that agreed with this step in an earlier check.
         """
-        steps, step = self._owed.steps, shown.step
+        steps, step = self._expected.steps, observed.step
         if not steps.is_local:
             # Digests and another case's steps suffice for a pass, but not for a finding.
             noted = self.group.noted()
-            if next(table.run_checks(checks, shown), None) is None:
+            if next(table.run_checks(checks, observed), None) is None:
                 return
             # Undo counts and notes, because the checks run again.
             self.group.go_back(noted)
             steps.fall_back()
             for part in agreed:
-                self._owed.exact.note_agreed(part, rank=shown.rank, step=step)
-        self.bad.report(step, table.run_checks(checks, shown))
+                self._expected.exact.note_agreed(part, rank=observed.rank, step=step)
+        self.bad.report(step, table.run_checks(checks, observed))
 
     def _take(self, taken: AnyStep) -> None:
         """Record a step of the reference."""
-        self._forget_shown(taken.step)
+        self._forget_observed(taken.step)
         self._after_step(taken.step)
         self.book.skipped[taken.step] = taken.skipped
         self._coverage.note(taken)
@@ -349,8 +358,8 @@ class Judge:
         if not self.bad.findings:
             check_trainable(taken, self.group.scenario, world_ranks=self.group.world_ranks)
 
-    def _forget_shown(self, step: int) -> None:
+    def _forget_observed(self, step: int) -> None:
         """Drop a step once all observed ranks have passed it, or at once without any."""
-        if all(last >= step for last in self._shown_steps.values()):
-            self._owed.steps.forget(step)
-            self._owed.exact.forget(step)
+        if all(last >= step for last in self._observed_steps.values()):
+            self._expected.steps.forget(step)
+            self._expected.exact.forget(step)

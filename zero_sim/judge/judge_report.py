@@ -66,7 +66,7 @@ class JudgeReport:
     way. Nothing after it is judged."""
     unobserved: frozenset[str]
     """Items that the engine does not report."""
-    owed: Counter[Guarantee]
+    guarantees: Counter[Guarantee]
     """Reduced gradient elements over all steps, by guarantee."""
     width: Width = field(default_factory=Width)
     """Width of the bounds, with an unknown order."""
@@ -97,7 +97,7 @@ def merge_judge_reports(parts: Sequence[JudgeReport]) -> JudgeReport:
     found = dict.fromkeys(finding for part in parts for finding in part.findings)
     merged = replace(
         # Start with the judge that got furthest, because a failed rank has observed less.
-        max(parts, key=lambda part: part.owed.total()),
+        max(parts, key=lambda part: part.guarantees.total()),
         has_started=all(part.has_started for part in parts),
         compared_elems=sum(part.compared_elems for part in parts),
         unobserved=frozenset[str]().union(*(part.unobserved for part in parts)),

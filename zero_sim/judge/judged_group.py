@@ -80,7 +80,7 @@ class Noted:
 
     elems: int
     unobserved: frozenset[str]
-    telling: Mapping[int, bool]
+    reporting: Mapping[int, bool]
     guessed: frozenset[tuple[str, int | None, int | None]]
 
 
@@ -104,15 +104,15 @@ class JudgedGroup:
     comparer: Comparer = field(default_factory=Comparer)
     unobserved: set[str] = field(default_factory=set)
     """Items that the engine does not report. Grows during the run."""
-    telling: dict[int, bool] = field(default_factory=dict)
+    reporting: dict[int, bool] = field(default_factory=dict)
     """True if a rank reports any part's gradient in its current step, by rank."""
     _guessed: set[tuple[str, int | None, int | None]] = field(default_factory=set)
     """Check, step and rank of findings for which candidates were searched."""
 
     @property
-    def tells_divided(self) -> bool:
+    def reports_divided(self) -> bool:
         """True if reported gradients are already divided."""
-        return self.numerics.told_at != "before-division"
+        return self.numerics.reported_at != "before-division"
 
     @property
     def shows_grads_of_params(self) -> bool:
@@ -121,7 +121,7 @@ class JudgedGroup:
         # Clipping and unscaling change gradients in place, so they cannot be compared unless the
         # target declares that it reports them afterwards.
         changed = spec.clip_norm or spec.clip_value or spec.loss_scale
-        return self.numerics.grads_in_params and (self.numerics.is_told_wide or not changed)
+        return self.numerics.grads_in_params and (self.numerics.is_reported_wide or not changed)
 
     @property
     def compares_layouts(self) -> bool:
@@ -143,7 +143,7 @@ class JudgedGroup:
             return
         if not self.shows_grads_of_params:
             self.unobserved.add(GRADIENTS)
-        shows_mean = self.shows_grads_of_params and (self.tells_divided or divisor == 1)
+        shows_mean = self.shows_grads_of_params and (self.reports_divided or divisor == 1)
         # SGD's params depend on the gradient's magnitude. Most other optimizers normalise it.
         if not shows_mean and self.scenario.optimizer.name != "sgd":
             self.unobserved.add(DIVISION)
@@ -153,7 +153,7 @@ class JudgedGroup:
         return Noted(
             elems=self.comparer.elems,
             unobserved=frozenset(self.unobserved),
-            telling=dict(self.telling),
+            reporting=dict(self.reporting),
             guessed=frozenset(self._guessed),
         )
 
@@ -167,8 +167,8 @@ class JudgedGroup:
         for kept, before in ((self.unobserved, noted.unobserved), (self._guessed, noted.guessed)):
             # In place, because fields of a frozen dataclass cannot be assigned.
             kept.intersection_update(before)
-        self.telling.clear()
-        self.telling.update(noted.telling)
+        self.reporting.clear()
+        self.reporting.update(noted.reporting)
 
     def differing(
         self,

@@ -28,44 +28,44 @@ _FREE = frozenset({"foreach", "fused", "capturable", "differentiable", "decouple
 
 
 def compare_loaded(
-    group: JudgedGroup, engine: EngineAdapter, *, standing: TrainingState, rank: int
+    group: JudgedGroup, engine: EngineAdapter, *, training_state: TrainingState, rank: int
 ) -> Iterator[Finding]:
     """Compare all reported state: masters, optimizer state, params, scales, buffers and settings.
 
     Args:
         group: The judged group.
         engine: The rank's engine.
-        standing: The reference's state, before its next step.
+        training_state: The reference's state, before its next step.
         rank: Group rank.
     """
     # Masters and state first, because working params are computed from them.
     for part in engine.parts():
-        yield from _compare_part(group, part, standing=standing, rank=rank)
+        yield from _compare_part(group, part, training_state=training_state, rank=rank)
     params = engine.params()
-    for name, wanted in standing.params.items():
+    for name, wanted in training_state.params.items():
         if name not in group.ownership.held[rank]:
             continue
         at = _of_param(group, name, rank=rank)
         if name not in params:
             yield findings.missing(at, "the system does not have this param after the load")
         elif group.comparer.differs(wanted, params[name]):
-            known = partial(_others, standing.params)
+            known = partial(_others, training_state.params)
             yield group.differing(at, wanted, params[name], known=known)
     for name, values, now in engine.untrained():
         # Checkpoints contain untrained params, too.
         if now is not None and group.comparer.differs(values, now):
             yield group.differing(_of_param(group, name, rank=rank), values, now)
-    yield from _compare_scales(group, engine, standing=standing, rank=rank)
-    yield from _compare_buffers(group, engine, standing=standing, rank=rank)
+    yield from _compare_scales(group, engine, training_state=training_state, rank=rank)
+    yield from _compare_buffers(group, engine, training_state=training_state, rank=rank)
     settings = engine.settings()
     if settings is None:
         group.unobserved.add("settings of the optimizer after a load")
     else:
-        yield from _compare_settings(group, settings, standing=standing, rank=rank)
+        yield from _compare_settings(group, settings, training_state=training_state, rank=rank)
 
 
 def _compare_part(
-    group: JudgedGroup, part: OwnedPart, *, standing: TrainingState, rank: int
+    group: JudgedGroup, part: OwnedPart, *, training_state: TrainingState, rank: int
 ) -> Iterator[Finding]:
     place, step = part.place, group.first_step
 
@@ -74,7 +74,7 @@ def _compare_part(
         return _others(values, start=place.start)
 
     name = place.param
-    whole = standing.masters[name]
+    whole = training_state.masters[name]
     cut = partial(cut_state, master=whole, start=place.start, stop=place.stop)
     master = whole.reshape(-1)[place.start : place.stop]
     if group.comparer.differs(master, part.master):
@@ -82,11 +82,11 @@ def _compare_part(
 
         def known() -> Iterator[Known]:
             # A master that was loaded from the working param lacks the lower bits.
-            yield _narrowed(standing, name, start=place.start)
-            yield from others(standing.masters)
+            yield _narrowed(training_state, name, start=place.start)
+            yield from others(training_state.masters)
 
         yield group.differing(replace(at, manner="master"), master, part.master, known=known)
-    wanted = standing.state[name]
+    wanted = training_state.state[name]
     # If only weights were loaded, optimizers may create state now or in the next step. Empty
     # `wanted` skips the comparison until then.
     for key in sorted(wanted.keys() | part.state.keys()) if wanted else ():
@@ -107,30 +107,32 @@ def _compare_part(
                 if other != key and stored.dim():
                     what = f"the expected optimizer state {other!r}"
                     yield Known(what=what, values=stored, start=place.start)
-            of_key = {each: state[key] for each, state in standing.state.items() if key in state}
+            of_key = {
+                each: state[key] for each, state in training_state.state.items() if key in state
+            }
             yield from others({each: value for each, value in of_key.items() if value.dim()})
 
         yield group.differing(at, value, got, known=known_state)
 
 
 def _compare_scales(
-    group: JudgedGroup, engine: EngineAdapter, *, standing: TrainingState, rank: int
+    group: JudgedGroup, engine: EngineAdapter, *, training_state: TrainingState, rank: int
 ) -> Iterator[Finding]:
-    held = [name for name in standing.scales if name in group.ownership.held[rank]]
+    held = [name for name in training_state.scales if name in group.ownership.held[rank]]
     for name, scale in engine.scales(held).items():
         at = replace(_of_param(group, name, rank=rank), manner="scale")
         if scale is None:
             yield findings.missing(at, "the system does not have the scale after the load")
-        elif group.comparer.differs(standing.scales[name], scale):
+        elif group.comparer.differs(training_state.scales[name], scale):
             at = replace(at, message="the scale of the fp8 param differs from the checkpoint")
-            yield group.differing(at, standing.scales[name], scale)
+            yield group.differing(at, training_state.scales[name], scale)
 
 
 def _compare_buffers(
-    group: JudgedGroup, engine: EngineAdapter, *, standing: TrainingState, rank: int
+    group: JudgedGroup, engine: EngineAdapter, *, training_state: TrainingState, rank: int
 ) -> Iterator[Finding]:
-    held = engine.module_tensors() if standing.buffers else {}
-    for name, wanted in standing.buffers.items():
+    held = engine.module_tensors() if training_state.buffers else {}
+    for name, wanted in training_state.buffers.items():
         alike = names_like(held, name)
         # A buffer with another name or dtype cannot be compared. The next loss depends on it.
         got = held[alike[0]] if len(alike) == 1 else wanted
@@ -141,10 +143,10 @@ def _compare_buffers(
 
 
 def _compare_settings(
-    group: JudgedGroup, settings: Settings, *, standing: TrainingState, rank: int
+    group: JudgedGroup, settings: Settings, *, training_state: TrainingState, rank: int
 ) -> Iterator[Finding]:
     for name, reported in settings.params.items():
-        wanted = standing.settings.get(name, {})
+        wanted = training_state.settings.get(name, {})
         # Compare common settings only, because engines may have additional settings.
         for key in sorted(wanted.keys() & reported.keys() - _FREE):
             if reported[key] != wanted[key]:
@@ -152,8 +154,8 @@ def _compare_settings(
                     group, f"the setting {key!r}", wanted[key], reported[key], rank=rank, param=name
                 )
     for what, expected, got in (
-        ("the loss scale", standing.loss_scale, settings.loss_scale),
-        ("the count of good steps", standing.good_steps, settings.good_steps),
+        ("the loss scale", training_state.loss_scale, settings.loss_scale),
+        ("the count of good steps", training_state.good_steps, settings.good_steps),
     ):
         # None without loss scaling.
         if expected is not None and got != expected:
@@ -194,10 +196,10 @@ def _of_param(group: JudgedGroup, name: str, *, rank: int) -> Finding:
     )
 
 
-def _narrowed(standing: TrainingState, name: str, *, start: int) -> Known:
+def _narrowed(training_state: TrainingState, name: str, *, start: int) -> Known:
     """Return the working param in fp32, as a candidate for a master."""
     # Widening is exact: it fills the lower bits with zeros.
-    values = standing.params[name].float()
+    values = training_state.params[name].float()
     return Known(what="the working param, without the lower bits", values=values, start=start)
 
 

@@ -98,12 +98,12 @@ class Ownership:
         ranks = next((ranks for ranks, names in self.sharings if param in names), ())
         return {rank: self.places[rank] for rank in ranks if rank in self.places}
 
-    def check(self, step: int, *, tell_parts: bool) -> Iterator[Finding]:
+    def check(self, step: int, *, has_parts: bool) -> Iterator[Finding]:
         """Check that each element has one owner per replica, and that all ranks start equal.
 
         Args:
             step: The next step, for findings.
-            tell_parts: True if engines report owned parts.
+            has_parts: True if engines report owned parts.
         """
         named = {
             # Names of working params and of owned state, because a rank may have either alone.
@@ -113,7 +113,7 @@ class Ownership:
         yield from check_held(named, held=self.held, step=step)
         yield from check_start(self._starts, step=step)
         yield from check_drawn(self.drawn, self.places, step=step)
-        for ranks, names in self.sharings if tell_parts else ():
+        for ranks, names in self.sharings if has_parts else ():
             for finding in check_ownership(
                 self._replicas(ranks, names),
                 shapes={name: shape for name, shape in self.shapes.items() if name in names},
@@ -318,12 +318,12 @@ def _check_cover(
         spans = [(place.start, place.stop, rank) for rank, place in held]
         for start, stop, ranks in _stretches(spans, numel=numel):
             # Places of an element must agree on the number of replicas. Without a place, expect 1.
-            said = {p.replicas for _, p in held if p.start < stop and start < p.stop} or {1}
-            if said != {len(ranks)} or len(set(ranks)) != len(ranks):
+            counts = {p.replicas for _, p in held if p.start < stop and start < p.stop} or {1}
+            if counts != {len(ranks)} or len(set(ranks)) != len(ranks):
                 of = "" if ranks else f" of {numel}"
                 says = f"elements [{start}, {stop}){of} belong to {_owners(ranks)}"
-                if said != {1}:
-                    says += f", with replicas = {' and '.join(map(str, sorted(said)))}"
+                if counts != {1}:
+                    says += f", with replicas = {' and '.join(map(str, sorted(counts)))}"
                 yield _ownership(name, start, says, stop=stop)
         last, rank = max(((stop, rank) for _, stop, rank in spans), default=(0, 0))
         # `_stretches` clips places that are longer than their param, so report these here.

@@ -137,10 +137,10 @@ def _site_of(place: Place) -> SumSite:
 
 
 def _replica_site_of(place: Place) -> SumSite:
-    if place.copies_at is None:
+    if place.replica_sum_at is None:
         # By default, replicas sum the shard alone.
         return SumSite(kind="all_reduce", **_in_shard(place))
-    elems, offset = place.copies_at
+    elems, offset = place.replica_sum_at
     return SumSite(kind="all_reduce", elems=elems, offset=offset)
 
 

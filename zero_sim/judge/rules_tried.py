@@ -70,7 +70,7 @@ class RulesTried:
         """Return the result as sentences for a finding's detail; may be empty."""
         if self.what == "mistake":
             return self._mistakes_in_words()
-        said = f"the reference computed the {self.what} with {self.assumed}"
+        given = f"the reference computed the {self.what} with {self.assumed}"
         if not self.fitting:
             # Most wrong gradients fit no rule, so only report that no clipping rule fits.
             if not self.assumed.startswith("clip"):
@@ -79,7 +79,7 @@ class RulesTried:
                 self.tried, f"none of the {self.tried} other known rules gives"
             )
             bits = "the same bits here" if not self.tried else "all the bits that the system has"
-            return f"{said}; {many} {bits}"
+            return f"{given}; {many} {bits}"
         # A declaration is a Python argument, so remove spaces around "=".
         first = self.fitting[0].replace(" = ", "=")
         # If all rules are values of the same setting, print its name once.
@@ -91,7 +91,7 @@ class RulesTried:
         intended = "this is" if len(others) == 1 else "one of these is"
         few = "" if len(others) < _MANY else f"; {_AMBIGUOUS}"
         advice = self.blind or f"If {intended} intended, declare Numerics({first})"
-        return f"{said}; these are the bits of {lead}{which}{few}.\n{advice}"
+        return f"{given}; these are the bits of {lead}{which}{few}.\n{advice}"
 
     def _mistakes_in_words(self) -> str:
         lines = (
@@ -122,11 +122,11 @@ def with_rules(found: tuple[Finding, ...], tried: RulesTried | None) -> tuple[Fi
 
 def _with_one_advice(detail: str) -> str:
     """Merge the proposals in a detail into a single last line."""
-    said = _ADVICE.findall(detail)
-    if len(said) < _SEVERAL:
+    given = _ADVICE.findall(detail)
+    if len(given) < _SEVERAL:
         return detail
     others = _ADVICE.sub("", detail).rstrip()
-    return f"{others}\nIf this is intended, declare one of: {', '.join(said)}"
+    return f"{others}\nIf this is intended, declare one of: {', '.join(given)}"
 
 
 def rules_together(reported: Sequence[RulesTried | None]) -> RulesTried | None:
@@ -136,8 +136,8 @@ def rules_together(reported: Sequence[RulesTried | None]) -> RulesTried | None:
         reported: Result of each judge; None if its ranks have no differences.
     """
     # A gradient sorts before the update that uses it.
-    said = sorted(filter(None, reported), key=lambda each: each.what)
-    first = next(iter(said), None)
+    given = sorted(filter(None, reported), key=lambda each: each.what)
+    first = next(iter(given), None)
     if first is None:
         return None
     alike = [each if each and each.what == first.what else None for each in reported]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zero_sim.judge.guarantee import Guarantee, count_guarantees
 from zero_sim.judge.judged_group import JudgedGroup, cut_state
-from zero_sim.judge.told import told_as
+from zero_sim.judge.reported_grads import as_reported
 from zero_sim.reference import BoundedStep, ReferenceStep
 from zero_sim.scenario.spec import Scenario
 
@@ -65,7 +65,7 @@ class StepDigests:
     divisor: float
     nonzero_fraction: float
     data_digests: Mapping[str, str]
-    owed: Mapping[Guarantee, int]
+    guarantees: Mapping[Guarantee, int]
     """Reduced gradient elements, by guarantee."""
     digests: Mapping[str, str]
     """Digests by key, without unreported gradients, and without a norm that depends on the order of
@@ -148,7 +148,7 @@ def digests_of(taken: ReferenceStep, *, group: JudgedGroup) -> StepDigests | Non
         divisor=taken.divisor,
         nonzero_fraction=taken.nonzero_fraction,
         data_digests={str(rank): digest.hex() for rank, digest in taken.data_digests.items()},
-        owed=dict(owed_by(taken, scenario=group.scenario)),
+        guarantees=dict(guarantees_of(taken, scenario=group.scenario)),
         digests=hashed.digests,
         zero_grads=hashed.zero_grads,
         state_keys={name: sorted(state) for name, state in taken.state.items()},
@@ -157,7 +157,7 @@ def digests_of(taken: ReferenceStep, *, group: JudgedGroup) -> StepDigests | Non
     )
 
 
-def owed_by(
+def guarantees_of(
     taken: ReferenceStep | BoundedStep | StepDigests, *, scenario: Scenario
 ) -> Counter[Guarantee]:
     """Count a step's reduced gradient elements, by guarantee.
@@ -167,7 +167,7 @@ def owed_by(
         scenario: The case, as replayed by the reference.
     """
     if isinstance(taken, StepDigests):
-        return Counter(taken.owed)
+        return Counter(taken.guarantees)
     return count_guarantees(
         taken,
         rank_count=scenario.world.size,
@@ -200,10 +200,12 @@ class _Hashed:
     def add_grad(self, what: str, name: str, *span: int) -> None:
         """Hash a gradient in the target's form, if the target reports it."""
         numerics = self.group.numerics
-        told = told_as(self.taken, name, point=numerics.told_at, dtype=numerics.told_dtype)
-        if told is None:
+        reported = as_reported(
+            self.taken, name, point=numerics.reported_at, dtype=numerics.reported_dtype
+        )
+        if reported is None:
             return
-        cut = told.reshape(-1)[slice(*span) if span else slice(None)]
+        cut = reported.reshape(-1)[slice(*span) if span else slice(None)]
         self.add(cut, what, name, *span)
         if not cut.any():
             # Engines may report None for these.

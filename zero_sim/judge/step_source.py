@@ -108,19 +108,19 @@ class Steps:
         """
         raise NotImplementedError
 
-    def get(self, step: int, *, told: Tensor | None = None) -> AnyStep:
+    def get(self, step: int, *, reported_norm: Tensor | None = None) -> AnyStep:
         """Return a step, and take it first if needed.
 
         Args:
             step: Counted from 0.
-            told: Norm reported by a rank. Only numerics with norm = "told" use it. # 0D, fp32
+            reported_norm: Norm reported by a rank, for norm = "reported" only. # 0D, fp32
         """
         # The first rank to need a step takes it for all ranks.
         if step not in self.steps:
-            self.advance(told=told)
+            self.advance(reported_norm=reported_norm)
         return self.steps[step]
 
-    def advance(self, *, told: Tensor | None = None) -> None:
+    def advance(self, *, reported_norm: Tensor | None = None) -> None:
         """Take the next step of all groups that share a norm."""
         raise NotImplementedError
 
@@ -191,7 +191,7 @@ class StepSource(Steps):
             # While steps are shared, avoid building the reference.
             self._place_params()
 
-    def advance(self, *, told: Tensor | None = None) -> None:
+    def advance(self, *, reported_norm: Tensor | None = None) -> None:
         """Take the next step of all groups that share a norm."""
         step, shared, placed = self._next_step, self._shared, None
         if shared is not None:
@@ -204,7 +204,7 @@ class StepSource(Steps):
             shared.begin(step)
             # Take this and all later steps here.
             self.fall_back()
-        taken = self._take(told)
+        taken = self._take(reported_norm)
         if shared is not None:
             shared.keep(taken, groups=[each._group for each in self.peers], placed=placed)
         self._note(taken)
@@ -249,13 +249,13 @@ class StepSource(Steps):
             "observed after others had continued. Set world.timing = 'eager', or use fewer ranks"
         )
 
-    def _take(self, told: Tensor | None = None) -> Sequence[ReferenceStep]:
+    def _take(self, reported_norm: Tensor | None = None) -> Sequence[ReferenceStep]:
         """Take a step with the peers' own references."""
         taken = step_together(
             [each.reference for each in self.peers],
             [each._prepare() for each in self.peers],
             order_seed=self._order_seed,
-            told=told,
+            reported_norm=reported_norm,
         )
         for each, own in zip(self.peers, taken, strict=True):
             each._note_certified(own)

@@ -32,7 +32,7 @@ class Observations:
     """Outcomes of planned faults."""
     accuracy: float | None = None
     """Accuracy on held-out data after the last step."""
-    said: Sequence[str] = ()
+    system_notes: Sequence[str] = ()
     """The system's notes about the run."""
     notes: Sequence[str] = ()
     """The backend's notes about the run."""
@@ -90,19 +90,21 @@ def reach_verdict(scenario: Scenario, observations: Observations) -> CaseResult:
         faults=observations.faults,
     )
     unobserved = _unobserved(observations)
-    owed = sum((judged.owed for judged in observations.judged), start=Counter[Guarantee]())
+    guarantees = sum(
+        (judged.guarantees for judged in observations.judged), start=Counter[Guarantee]()
+    )
     notes = [*reached, *_notes(observations, agreed=not found), *observations.notes]
     if scenario.model.name in EXACT_MODELS or not scenario.world.order_known:
-        notes.append(in_words(owed))
+        notes.append(in_words(guarantees))
     width = sum((judged.width for judged in observations.judged), start=Width())
-    notes.extend(filter(None, [width_in_words(owed, width)]))
+    notes.extend(filter(None, [width_in_words(guarantees, width)]))
     return CaseResult(
         id=scenario.name,
         verdict=verdict,
         seconds=0.0,
         findings=findings,
         notes=tuple(notes),
-        owed={str(row): count for row, count in sorted(owed.items())},
+        guarantees={str(row): count for row, count in sorted(guarantees.items())},
         compared_elems=sum(judged.compared_elems for judged in observations.judged),
         unobserved=unobserved,
         scope=_scope(unobserved),
@@ -138,7 +140,7 @@ def _with_layouts(finding: Finding, scenario: Scenario) -> Finding:
 def _notes(observations: Observations, *, agreed: bool) -> Iterator[str]:
     if observations.accuracy is not None:
         yield f"held-out accuracy {observations.accuracy:.4f}"
-    yield from observations.said
+    yield from observations.system_notes
     if unobserved := _unobserved(observations):
         yield f"{UNOBSERVED}{', '.join(unobserved)}"
     for record in observations.faults:
@@ -278,15 +280,15 @@ def check_meaning(scenario: Scenario, judges: Sequence[JudgeReport]) -> Iterator
             f"{_where(judge, judges)}, so no update was compared. Run more steps, or plant "
             "the overflow in a single step",
         )
-    owed = sum((judge.owed for judge in judges), start=Counter[Guarantee]())
-    depending = owed.total() - owed["order-free"]
+    guarantees = sum((judge.guarantees for judge in judges), start=Counter[Guarantee]())
+    depending = guarantees.total() - guarantees["order-free"]
     # These models have exact sums, unless a case exceeds the exact range of its dtype.
     if scenario.model.name in EXACT_MODELS and depending:
         yield Finding(
             check=Check.GUARD_NOT_ORDER_FREE,
-            message=f"{depending} of {owed.total()} elements of reduced gradients depend on the "
-            "order of addition, but the sums of this model must be exact. Use fewer ranks, rows "
-            "or micro-batches, or divide after the sum",
+            message=f"{depending} of {guarantees.total()} elements of reduced gradients depend on "
+            "the order of addition, but the sums of this model must be exact. Use fewer ranks, "
+            "rows or micro-batches, or divide after the sum",
         )
     for judge in judges:
         # A step is uncertified for the stated reason, or else because of its norm.

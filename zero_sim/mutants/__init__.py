@@ -1,6 +1,6 @@
 """Seeded faults in our own system, and the harness's score at finding them."""
 
 from zero_sim.mutants.catalogue import IMPOSSIBLE, MUTANTS, find_mutants
-from zero_sim.mutants.records import Mutant, Trial
+from zero_sim.mutants.records import HuntResult, Mutant
 
-__all__ = ["IMPOSSIBLE", "MUTANTS", "Mutant", "Trial", "find_mutants"]
+__all__ = ["IMPOSSIBLE", "MUTANTS", "HuntResult", "Mutant", "find_mutants"]

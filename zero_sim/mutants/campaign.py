@@ -27,7 +27,7 @@ from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.known import NOTHING, Needs
 from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.mutants.catalogue import find_mutants
-from zero_sim.mutants.records import Mutant, Trial
+from zero_sim.mutants.records import HuntResult, Mutant
 from zero_sim.mutants.smallest import smallest_cases
 from zero_sim.rules.judging import run_case
 from zero_sim.run import CaseResult
@@ -67,7 +67,7 @@ class Budget:
 
 
 @dataclass(slots=True)
-class _Hunt:
+class _HuntState:
     pool: WorldPool
     drawn: Iterator[Scenario]
     needs: Needs = NOTHING
@@ -141,7 +141,7 @@ def hunt(
     pool: WorldPool,
     budget: Budget | None = None,
     cases: Drawable[Scenario] | None = None,
-) -> Trial:
+) -> HuntResult:
     """Run cases against a mutant until it is found or the budget is spent.
 
     Args:
@@ -156,28 +156,28 @@ def hunt(
     drawn = draws(drawn_from, seed=f"{budget.seed}/{mutant.id}")
     known = smallest_cases().get(mutant.id)
     needs = NOTHING if known is None or budget.every_case else Needs.of(known)
-    trial = _Hunt(pool=pool, drawn=drawn, needs=needs)
+    state = _HuntState(pool=pool, drawn=drawn, needs=needs)
     error = ""
     with mutant.apply() as patches:
         try:
-            trial.search(cases_max=budget.cases_max)
+            state.search(cases_max=budget.cases_max)
         except HarnessFailed as failed:
             error = str(failed)
     if patches.outdated:
         error = f"the mutant no longer fits the system: {patches.outdated}. Rewrite its edit."
-    outcome = Trial(
+    outcome = HuntResult(
         id=mutant.id,
-        killed=bool(trial.check) and not error,
-        check=trial.check,
-        cases=trial.place or trial.cases,
-        judged=trial.judged,
-        seconds=trial.seconds,
+        killed=bool(state.check) and not error,
+        check=state.check,
+        cases=state.place or state.cases,
+        judged=state.judged,
+        seconds=state.seconds,
         armed=patches.armed,
         error=error,
     )
-    if not budget.shrinks or trial.found is None or error:
+    if not budget.shrinks or state.found is None or error:
         return outcome
-    small = _shrunk(trial, mutant)
+    small = _shrunk(state, mutant)
     return replace(
         outcome,
         size=small.size,
@@ -186,29 +186,29 @@ def hunt(
     )
 
 
-def _shrunk(trial: _Hunt, mutant: Mutant) -> Reduced:
+def _shrunk(state: _HuntState, mutant: Mutant) -> Reduced:
     """Return the smallest case that finds the mutant and passes on the unbroken system.
 
     If the first case is inconclusive on the unbroken system, draw another to start with.
     """
-    assert trial.found is not None
+    assert state.found is not None
     # A case that does not pass on the unbroken system may fail for another reason, such as the
     # accuracy of a small model.
-    first, limit = trial.found, trial.cases + max(_MORE_CASES_MIN, _MORE_TIMES * trial.cases)
-    while trial.found is not None and _verdict(trial, trial.found) != "pass":
-        trial.found = None
+    first, limit = state.found, state.cases + max(_MORE_CASES_MIN, _MORE_TIMES * state.cases)
+    while state.found is not None and _verdict(state, state.found) != "pass":
+        state.found = None
         with mutant.apply(), suppress(HarnessFailed):
-            trial.search(cases_max=limit)
-    start = trial.found or first
-    wanted = {"pass"} if trial.found is not None else {"pass", "inconclusive"}
+            state.search(cases_max=limit)
+    start = state.found or first
+    wanted = {"pass"} if state.found is not None else {"pass", "inconclusive"}
 
     def finds(scenario: Scenario) -> bool:
         try:
             with mutant.apply():
-                is_found = found_by(trial.run(scenario))
+                is_found = found_by(state.run(scenario))
         except HarnessFailed:
             return False
-        verdict = _verdict(trial, scenario) if is_found else ""
+        verdict = _verdict(state, scenario) if is_found else ""
         if verdict == "pass":
             # From the first passing case on, do not go back to inconclusive cases.
             wanted.discard("inconclusive")
@@ -217,13 +217,13 @@ def _shrunk(trial: _Hunt, mutant: Mutant) -> Reduced:
     return shrink(start, fails=finds, limits=Limits(cases=SHRINK_CASES_MAX))
 
 
-def _verdict(trial: _Hunt, scenario: Scenario) -> str:
-    return trial.run(scenario).verdict
+def _verdict(state: _HuntState, scenario: Scenario) -> str:
+    return state.run(scenario).verdict
 
 
 def run_campaign(
     ids: Sequence[str], *, budget: Budget | None = None, jobs: int = 1
-) -> Iterator[Trial]:
+) -> Iterator[HuntResult]:
     """Hunt mutants in parallel; yield each trial when it ends.
 
     Args:
@@ -243,10 +243,10 @@ def run_campaign(
             yield done.result()
         except BrokenExecutor:
             error = "the process ended at this mutant. Use --jobs 1 to see where."
-            yield Trial(id=ids[place], killed=False, error=error)
+            yield HuntResult(id=ids[place], killed=False, error=error)
 
 
-def _hunt_one(id: str, budget: Budget) -> Trial:
+def _hunt_one(id: str, budget: Budget) -> HuntResult:
     """Hunt a mutant in a process and pool of its own."""
     # The processes share the cores, so each uses a single thread.
     torch.set_num_threads(1)
@@ -255,20 +255,20 @@ def _hunt_one(id: str, budget: Budget) -> Trial:
         return hunt(mutant, pool=pool, budget=budget)
 
 
-def check_unbroken(*, pool: WorldPool, budget: Budget) -> Trial:
+def check_unbroken(*, pool: WorldPool, budget: Budget) -> HuntResult:
     """Run the campaign against the unbroken system, which must pass every case.
 
     Args:
         pool: Worlds to run on.
         budget: Limits; sets the number of cases.
     """
-    trial = _Hunt(pool=pool, drawn=draws(drawn_cases(), seed=f"{budget.seed}/none"))
-    trial.search(cases_max=budget.cases_max)
-    return Trial(
+    state = _HuntState(pool=pool, drawn=draws(drawn_cases(), seed=f"{budget.seed}/none"))
+    state.search(cases_max=budget.cases_max)
+    return HuntResult(
         id="none",
-        killed=bool(trial.check),
-        check=trial.check,
-        cases=trial.cases,
-        judged=trial.judged,
-        seconds=trial.seconds,
+        killed=bool(state.check),
+        check=state.check,
+        cases=state.cases,
+        judged=state.judged,
+        seconds=state.seconds,
     )

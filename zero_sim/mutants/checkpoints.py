@@ -67,7 +67,7 @@ def state_of_copies_not_restored(patch: Patches) -> None:
     # Drop the state after the load, so that the load itself runs as usual.
     patch[_commit_optimizer, "scaler = optimizer.loss_scaler"] = """
         for master in optimizer.masters:
-            if not optimizer.ddp.holders.is_first_copy(master.buffer.plan.key.kind):
+            if not optimizer.ddp.holders.is_first_replica(master.buffer.plan.key.kind):
                 inner.state.pop(master.leaf, None)
         ..."""
 

@@ -36,19 +36,19 @@ def freed_by_the_first_user(patch: Patches) -> None:
 @mutant("W03", "ASYNC", "Z3 B2", seen_in="class ASYNC", kill="volume")
 def freed_while_in_use(patch: Patches) -> None:
     """A module frees its units at its end, although an enclosing module still uses them."""
-    # Reset the user count first, because `free_params` would refuse a unit in use.
+    # Reset the user count first, because `reshard` would refuse a unit in use.
     patch[OnUse._after_forward, "if is_outermost and self._saving"] = """
         for unit in needed if not is_outermost else ():
             if unit.param_state in (ParamState.WHOLE, ParamState.IN_USE):
                 unit.param_state, unit._users = ParamState.WHOLE, 0
-                unit.free_params()
+                unit.reshard()
         ..."""
 
 
 @mutant("W04", "ALIAS", "Z3", seen_in="class ALIAS", kill="contract")
 def freed_twice(patch: Patches) -> None:
     """At the end of backward every unit is freed, unsharded or not."""
-    patch[OnUse.free_all, _IS_WHOLE] = "True"
+    patch[OnUse.reshard_all, _IS_WHOLE] = "True"
 
 
 @mutant("W05", "ASYNC", "Z3", seen_in="class ASYNC", core=True)
@@ -82,7 +82,7 @@ def kept_without_its_strides(patch: Patches) -> None:
 def whole_params_kept_over_a_step(patch: Patches) -> None:
     """Unsharded params stay after backward, so the next forward uses outdated params."""
     # Disable both places that free units.
-    patch[OnUse.free_all, _IS_WHOLE] = "False"
+    patch[OnUse.reshard_all, _IS_WHOLE] = "False"
     patch[OnUse._end_gradients, _IS_WHOLE] = "False"
 
 
@@ -94,7 +94,7 @@ def gathered_where_a_step_was_skipped(patch: Patches) -> None:
         for buffer in self.ddp.buffers if skipped else ():
             for unit in buffer.units if buffer.sharding.params else ():
                 unit.gather()
-                unit.free_params()
+                unit.reshard()
         ..."""
 
 
@@ -164,7 +164,7 @@ def whole_when_it_is_issued(patch: Patches) -> None:
         ...
         if self.frees_params and self.gathering:
             self._gathering = None
-            self._adopt_whole()"""
+            self._adopt_unsharded()"""
 
 
 @mutant("W22", "ORDER", "Z3 B2", seen_in="class ORDER", kill="contract")
@@ -209,11 +209,11 @@ def idle_experts_not_gathered(patch: Patches) -> None:
 def gathered_after_the_step(patch: Patches) -> None:
     """After a step all units are gathered, as stages 1 and 2 do."""
     # Free them again, so that only the volume shows the fault.
-    patch[OnUse.gather, "self.free_all()"] = """
+    patch[OnUse.gather, "self.reshard_all()"] = """
         ...
         for unit in (unit for buffer in self._gathered for unit in buffer.units):
             unit.gather()
-            unit.free_params()"""
+            unit.reshard()"""
 
 
 @mutant("W35", "VOLUME", "Z3 GA", seen_in="class VOLUME", kill="volume")
@@ -223,9 +223,9 @@ def kept_between_micro_batches(patch: Patches) -> None:
     patch[DistributedDataParallel.end_micro_batch, "self.param_schedule.finish_backward()"] = """
         on_use = self.param_schedule
         if not last and self.config.sharding.params:
-            on_use.free_all, on_use._end_gradients = (lambda: None), on_use._grads.close
+            on_use.reshard_all, on_use._end_gradients = (lambda: None), on_use._grads.close
         ...
-        for name in ("free_all", "_end_gradients"):
+        for name in ("reshard_all", "_end_gradients"):
             vars(on_use).pop(name, None)"""
 
 
@@ -251,7 +251,7 @@ def freed_when_it_is_reached(patch: Patches) -> None:
         ...
         for unit in use.needed:
             if {_IS_WHOLE}:
-                unit.free_params()"""
+                unit.reshard()"""
 
 
 @mutant("W42", "VOLUME", "Z3", seen_in="class VOLUME", kill="volume")
@@ -259,7 +259,7 @@ def backward_begins_with_nothing(patch: Patches) -> None:
     """All units are freed when backward begins, including units kept for backward."""
     patch[OnUse._before_backward, "self._in_backward = True"] = """
         if not self._in_backward:
-            self.free_all()
+            self.reshard_all()
         ..."""
 
 
@@ -268,7 +268,7 @@ def use_never_ends(patch: Patches) -> None:
     """A module that has run still counts as a user, so nothing is freed after forward."""
     # Reset the user counts at the end, because the final free would be refused.
     patch[OnUse._after_forward, "unit.leave()"] = "pass"
-    for function in (OnUse.free_all, OnUse._end_gradients):
+    for function in (OnUse.reshard_all, OnUse._end_gradients):
         patch[function, "unit.finish_gather()"] = """
             ...
             if unit.param_state is ParamState.IN_USE:

@@ -41,7 +41,7 @@ def padding_at_the_end_only(patch: Patches) -> None:
 def piece_from_the_params_start(patch: Patches) -> None:
     """A split param's fragment is written from the param's start, not the shard's start."""
     # Sharded params have no `param_data`; W24 breaks those.
-    patch[Buffer.write_param_shard, "working = memory.own_working"] = """
+    patch[Buffer.write_param_shard, "working = memory.param_shard"] = """
         ...
         if self.param_data is not None:
             working = param.data.view(-1)[: working.numel()]"""

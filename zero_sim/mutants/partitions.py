@@ -9,7 +9,7 @@ from zero_sim.mutants.records import mutant
 from zero_sim.zero.unit import Unit
 from zero_sim.zero.variants.gathers import GatheredAfterStep
 from zero_sim.zero.variants.reduce_buffers import _check_units
-from zero_sim.zero.variants.root_reduce import AllReducedUnit, SummedAtFirstUnit, WholeSumUnit
+from zero_sim.zero.variants.root_reduce import AllReducedUnit, SummedAtFirstUnit, UnshardedSumUnit
 
 
 @mutant("Q01", "LAYOUT", "NP", seen_in="class LAYOUT", kill="memory")
@@ -55,7 +55,7 @@ def owner_lacks_the_last(patch: Patches) -> None:
 @mutant("Q12", "VOLUME", "NP", seen_in="class VOLUME", kill="volume")
 def reduced_to_owners_all_the_same(patch: Patches) -> None:
     """Gradients are reduced to their owners although an all-reduce is configured."""
-    patch[WholeSumUnit._sum_shards, "return self.sum_all(self.grads, group=self.group,"] = (
+    patch[UnshardedSumUnit._sum_shards, "return self.sum_all(self.grads, group=self.group,"] = (
         "return Unit._sum_shards(self,"
     )
 
@@ -82,10 +82,10 @@ def lone_owners_are_taken_for_none(patch: Patches) -> None:
 @mutant("Q16", "GROUP", "", seen_in="class GROUP", kill="refusal")
 def chunks_are_taken_for_sums(patch: Patches) -> None:
     """Reduce buffers are refused beside chunked gathers, as if these units summed differently."""
-    patch[_check_units, "isinstance(unit, WholeSumUnit)"] = "type(unit) is not Unit"
+    patch[_check_units, "isinstance(unit, UnshardedSumUnit)"] = "type(unit) is not Unit"
 
 
 @mutant("Q14", "ASYNC", "Z3", seen_in="class ASYNC", kill="memory")
 def stays_whole_after_the_step(patch: Patches) -> None:
     """Params that are gathered once more after the step are not freed."""
-    patch[GatheredAfterStep.gather, "unit.free_params()"] = "pass"
+    patch[GatheredAfterStep.gather, "unit.reshard()"] = "pass"

@@ -157,7 +157,7 @@ def mutant(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
+class HuntResult:
     """Result of a hunt."""
 
     id: str

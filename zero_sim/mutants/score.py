@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from zero_sim.mutants.records import CLASSES, FLAGS, Mutant, Trial
+from zero_sim.mutants.records import CLASSES, FLAGS, HuntResult, Mutant
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class Score:
     cases_most: int
     seconds: float
     """Wall-clock time of the campaign."""
-    trials: tuple[Trial, ...]
+    trials: tuple[HuntResult, ...]
 
     @property
     def exit_status(self) -> int:
@@ -48,7 +48,7 @@ class Score:
         return {**dataclasses.asdict(self), "exit_status": self.exit_status}
 
 
-def score_of(trials: Iterable[Trial], mutants: Sequence[Mutant], *, seconds: float) -> Score:
+def score_of(trials: Iterable[HuntResult], mutants: Sequence[Mutant], *, seconds: float) -> Score:
     """Compute the score of a campaign.
 
     Args:
@@ -56,7 +56,7 @@ def score_of(trials: Iterable[Trial], mutants: Sequence[Mutant], *, seconds: flo
         mutants: Hunted mutants.
         seconds: Wall-clock time of the campaign.
     """
-    by_id = {trial.id: trial for trial in trials}
+    by_id = {result.id: result for result in trials}
     # In catalogue order, because parallel trials end in any order.
     ordered = tuple(by_id[mutant.id] for mutant in mutants if mutant.id in by_id)
 
@@ -66,7 +66,7 @@ def score_of(trials: Iterable[Trial], mutants: Sequence[Mutant], *, seconds: flo
 
     by_class = (count(kind, (m for m in mutants if m.kind == kind)) for kind in CLASSES)
     by_flag = (count(flag, (m for m in mutants if flag in m.flags)) for flag in FLAGS)
-    cases = [trial.cases for trial in ordered if trial.killed]
+    cases = [result.cases for result in ordered if result.killed]
     return Score(
         core=count("core", (mutant for mutant in mutants if mutant.core)),
         all=count("all", mutants),

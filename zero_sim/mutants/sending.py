@@ -27,7 +27,7 @@ def last_buffer_is_not_sent(patch: Patches) -> None:
         if self.units and self.units[-1].plan.numel < self._elems:
             __mutant__.kept[self.units[-1]] = True
         ..."""
-    patch[GradUnit._sum, "if self.sums_whole:"] = """
+    patch[GradUnit._sum, "if self.sums_unsharded:"] = """
         if self in __mutant__.kept:
             return []
         ..."""
@@ -43,7 +43,7 @@ def long_gradients_are_dropped(patch: Patches) -> None:
 def runs_are_cut_an_element_early(patch: Patches) -> None:
     """The border between two owners in a reduce buffer is an element early."""
     # Move the border in both runs, so that no element is lost or summed twice.
-    patch[GradUnit._sum, "if self.sums_whole:"] = """
+    patch[GradUnit._sum, "if self.sums_unsharded:"] = """
         spans = {run: run.span for run in self.plan.runs}
         if len(spans) > 1 and self.plan.runs[0].span.numel > 1:
             first, second = self.plan.runs[:2]
@@ -145,7 +145,7 @@ def last_chunk_is_not_gathered(patch: Patches) -> None:
 def keeps_what_lies_before_its_own(patch: Patches) -> None:
     """Each rank keeps the wrong part of an all-reduced unit, shifted by one element."""
     patch[GradUnit._end_reduce, "for each in self.slices:"] = """
-        if self.sums_whole:
+        if self.sums_unsharded:
             self.grads.copy_(self.grads.roll(1))
         ..."""
 

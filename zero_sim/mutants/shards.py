@@ -50,7 +50,7 @@ def absent_without_its_shape(patch: Patches) -> None:
 def params_one_element_on(patch: Patches) -> None:
     """Params after a unit's first are views that begin one element early."""
     # A unit's first param starts at 0 and cannot begin earlier.
-    patch[Unit._adopt_whole, "memory.in_unit"] = "....shift(-1 if memory.in_unit.start else 0)"
+    patch[Unit._adopt_unsharded, "memory.in_unit"] = "....shift(-1 if memory.in_unit.start else 0)"
 
 
 @mutant("W29", "ALIAS", "Z3 S2", seen_in="class ALIAS")
@@ -74,7 +74,7 @@ def shards_not_loaded(patch: Patches) -> None:
 @mutant("W32", "EMPTY", "Z3 FZ", seen_in="class EMPTY", kill="contract")
 def scalars_stay_absent(patch: Patches) -> None:
     """A param with one element is not restored from gathered memory."""
-    patch[Unit._adopt_whole, _GATHERED] = """
+    patch[Unit._adopt_unsharded, _GATHERED] = """
         if memory.param.numel() != 1:
             ..."""
 
@@ -83,7 +83,7 @@ def scalars_stay_absent(patch: Patches) -> None:
 def gathered_in_low_precision(patch: Patches) -> None:
     """Params gathered on use are rounded to bf16."""
     # Only fp32 params lose bits.
-    patch[Unit._adopt_whole, "assert whole is not None"] = """
+    patch[Unit._adopt_unsharded, "assert whole is not None"] = """
         if whole.dtype is torch.float32:
             whole.copy_(whole.to(torch.bfloat16))"""
 
@@ -116,25 +116,25 @@ def gathering_not_noted(patch: Patches) -> None:
 def gathered_into_the_memory_before(patch: Patches) -> None:
     """A unit's later gathers bring back the values of its first gather."""
     # `kept` holds the first values of each unit.
-    patch[Unit._adopt_whole, "assert whole is not None"] = """
+    patch[Unit._adopt_unsharded, "assert whole is not None"] = """
         whole.copy_(__mutant__.kept.setdefault(self, whole.clone()))"""
 
 
 @mutant("W49", "EMPTY", "Z3 FZ", seen_in="class EMPTY")
 def frozen_shards_lost(patch: Patches) -> None:
     """Freeing a unit zeroes the shards of temporarily frozen params."""
-    # `own_working` is the fragment in the rank's shard.
-    patch[Unit.free_params, "memory.param.data = absent(memory.param)"] = """
+    # `param_shard` is the fragment in the rank's shard.
+    patch[Unit.reshard, "memory.param.data = absent(memory.param)"] = """
         ...
         if not memory.param.requires_grad:
-            memory.own_working.zero_()"""
+            memory.param_shard.zero_()"""
 
 
 @mutant("W50", "LAYOUT", "Z3 NC", seen_in="apex#1794")
 def whole_params_transposed(patch: Patches) -> None:
     """A gathered square param is a view with its strides exchanged."""
     # Only square params keep their shape when transposed.
-    patch[Unit._adopt_whole, _GATHERED] = """
+    patch[Unit._adopt_unsharded, _GATHERED] = """
         ...
         shape = memory.param.shape
         if len(shape) == 2 and shape[0] == shape[1]:
@@ -152,7 +152,7 @@ def whole_copy_beside_the_shards(patch: Patches) -> None:
 @mutant("W52", "VOLUME", "Z3", seen_in="class VOLUME", kill="memory")
 def storage_of_freed_params_kept(patch: Patches) -> None:
     """Memory of freed params is kept for the next gather."""
-    patch[Unit.free_params, "self.param_storage.release()"] = """
+    patch[Unit.reshard, "self.param_storage.release()"] = """
         whole = self.params
         ...
         self.param_storage._whole = whole"""
@@ -161,4 +161,4 @@ def storage_of_freed_params_kept(patch: Patches) -> None:
 @mutant("W53", "VOLUME", "Z3", seen_in="class VOLUME", kill="memory", core=True)
 def views_of_freed_params_kept(patch: Patches) -> None:
     """The module's params keep the memory of a freed unit alive."""
-    patch[Unit.free_params, "memory.param.data = absent(memory.param)"] = "pass"
+    patch[Unit.reshard, "memory.param.data = absent(memory.param)"] = "pass"

@@ -14,7 +14,7 @@ from pathlib import Path
 from zero_sim.errors import UsageError
 from zero_sim.fuzz.features import features_of
 from zero_sim.host.files import unwritten, write_whole
-from zero_sim.mutants.records import Trial
+from zero_sim.mutants.records import HuntResult
 from zero_sim.scenario.decode import decode
 from zero_sim.scenario.dump import to_chosen_data
 from zero_sim.scenario.load import parse_cases
@@ -37,7 +37,7 @@ def features_that_found() -> Mapping[str, frozenset[str]]:
     return {id: features_of(scenario) for id, scenario in smallest_cases().items()}
 
 
-def record_smallest(trials: Iterable[Trial], path: Path) -> int:
+def record_smallest(trials: Iterable[HuntResult], path: Path) -> int:
     """Merge the smallest cases of trials into a table. Entries of other mutants stay.
 
     Args:
@@ -51,7 +51,7 @@ def record_smallest(trials: Iterable[Trial], path: Path) -> int:
         UsageError: The file is no such table, or cannot be written.
     """
     table = dict(_read(path)) if path.exists() else {}
-    fresh = {trial.id: _data(trial) for trial in trials if trial.smallest}
+    fresh = {result.id: _data(result) for result in trials if result.smallest}
     # A line per mutant, so that tables can be read and compared.
     lines = (
         f"  {json.dumps(id)}: {json.dumps(raw)}" for id, raw in sorted((table | fresh).items())
@@ -64,8 +64,8 @@ def record_smallest(trials: Iterable[Trial], path: Path) -> int:
     return len(fresh)
 
 
-def _data(trial: Trial) -> dict[str, object]:
-    (scenario,) = parse_cases(trial.smallest, source=trial.id, stem=trial.id)
+def _data(result: HuntResult) -> dict[str, object]:
+    (scenario,) = parse_cases(result.smallest, source=result.id, stem=result.id)
     data = to_chosen_data(scenario)
     # The table's key names the case, and a drawn case's description no longer applies.
     return {name: value for name, value in data.items() if name not in ("name", "description")}

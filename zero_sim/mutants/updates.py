@@ -60,7 +60,7 @@ def one_dtype_unclipped(patch: Patches) -> None:
 @mutant("N01", "NORM", "K", seen_in="VeOmni#184", core=True)
 def replicas_counted_each(patch: Patches) -> None:
     """The norm counts every replica."""
-    patch[Holders.is_first_copy, "replicas is None"] = "True"
+    patch[Holders.is_first_replica, "replicas is None"] = "True"
 
 
 @mutant("N02", "NORM", "", seen_in="Megatron-LM#3478")
@@ -92,7 +92,7 @@ def norm_of_one_part(patch: Patches) -> None:
 @mutant("N06", "NORM", "ME", seen_in="Megatron-LM#5916")
 def experts_left_out_of_the_norm(patch: Patches) -> None:
     """The norm counts experts only on the first rank, although other ranks hold other experts."""
-    patch[Holders.is_first_copy, "replicas ="] = """
+    patch[Holders.is_first_replica, "replicas ="] = """
         if kind != "dense" and self.dense.group.rank() > 0:
             return False
         ..."""

@@ -141,7 +141,7 @@ class StepAgain:
         return self.finish(self)
 
     @property
-    def differs_in_clip_alone(self) -> bool:
+    def differs_only_in_clip(self) -> bool:
         """True if gradients before clipping equal those of the original step."""
         clipped = replace(self.again.rules, clip=self.rules.clip)
         return self.terms == Terms() and self.rules == clipped

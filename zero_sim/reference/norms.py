@@ -11,7 +11,7 @@ A norm that is rounded to fp32 piece by piece depends on the pieces:
 - `of-shards`: each rank takes a single norm over its whole shard, and one call adds the squares.
 
 In the last two, squares are added in fp32, and a clip form that takes the root takes it from this
-sum. With `told`, the reference uses the reported norm, unchecked.
+sum. With `reported`, the reference uses the reported norm, unchecked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 from zero_sim.reference.adding import AddOrder, add_ranks
 from zero_sim.reference.gradient import Measure, measure, squares_within_reach
 
-Norm = Literal["of-elements", "of-params", "of-rows", "of-own-params", "of-shards", "told"]
+Norm = Literal["of-elements", "of-params", "of-rows", "of-own-params", "of-shards", "reported"]
 """Norm rule. `of-elements` is one fp64 sum over all elements; for the rest see [Note: norms of
 norms]."""
 
@@ -68,7 +68,7 @@ def measure_by(
     """Return a measure with its norm replaced by a rule's norm.
 
     Args:
-        norm: The rule; not `told`.
+        norm: The rule; not `reported`.
         whole: Measure by rule `of-elements`.
         grads: fp32, by param that has a gradient.
         rank_count: Ranks in one replica.
@@ -77,7 +77,7 @@ def measure_by(
     """
     squares = whole.squares
     match norm:
-        case "of-elements" | "told":
+        case "of-elements" | "reported":
             return whole
         case "of-params":
             taken = norm_of_params(grads.values())
@@ -96,7 +96,7 @@ def measure_by(
 def wide_ends(norm: Norm, measured: Measure) -> tuple[float, float]:
     """Return a norm's least and greatest fp64 value before it is rounded to fp32.
 
-    `measured` must be by the same rule. Do not call it for `told`.
+    `measured` must be by the same rule. Do not call it for `reported`.
     """
     if norm not in ROOTED:
         return measured.norm.item(), measured.norm.item()

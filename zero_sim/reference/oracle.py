@@ -184,7 +184,7 @@ class Reference:
             self._history = self._new_history()
         self._write_params()
 
-    def standing(self) -> TrainingState:
+    def training_state(self) -> TrainingState:
         """Return the state before the next step."""
         scale = self._loss_scale
         return TrainingState(
@@ -299,14 +299,14 @@ class Reference:
         return flatten_wide(grads, names=local.active)
 
     def finish(
-        self, begun: PendingStep, *, measured: Measure, told: Tensor | None = None
+        self, begun: PendingStep, *, measured: Measure, reported_norm: Tensor | None = None
     ) -> ReferenceStep:
         """Clip and update, or skip the update if the gradient is not finite.
 
         Args:
             begun: From `begin`.
             measured: Measure of the gradient, or of all model parts together.
-            told: The system's reported norm, 0-D fp32, for norm rule `told`.
+            reported_norm: The system's reported norm, 0-D fp32, for norm rule `reported`.
 
         Raises:
             UntrainableError: torch's optimizer cannot take the step.
@@ -315,8 +315,8 @@ class Reference:
         factor = lr_factor(self._scenario.optimizer, step=step)
         skips = self._loss_scale is not None or self._rules.nonfinite != "stepped"
         skipped = skips and not measured.finite
-        if self._rules.norm == "told" and told is not None:
-            measured = replace(measured, norm=told, norm_certified=True)
+        if self._rules.norm == "reported" and reported_norm is not None:
+            measured = replace(measured, norm=reported_norm, norm_certified=True)
         norm_max = self._scenario.optimizer.clip_norm
         stepped: Mapping[str, Tensor] = {}
         before: Mapping[str, Tensor] = {}
@@ -457,8 +457,8 @@ class Reference:
         with isolated():
             begun = twin._begun(local, {name: by.sum(name) for name in local.names})
         # In a model with several parts, `taken.measured` covers all parts.
-        measured = taken.measured if by.differs_in_clip_alone else begun.measured
-        step = twin.finish(begun, measured=measured, told=taken.norm)
+        measured = taken.measured if by.differs_only_in_clip else begun.measured
+        step = twin.finish(begun, measured=measured, reported_norm=taken.norm)
         params = {name: param.clone() for name, param in step.params.items()}
         self._write_params()
         return replace(step, params=params)
@@ -501,7 +501,7 @@ class Reference:
     def _measure(self, flat: Tensor, *, active: Sequence[str]) -> Measure:
         """Measure the gradient: norm and zeros without `uncounted`, overflow over all params."""
         whole, norm = measure(flat), self._rules.norm
-        if norm not in ("of-elements", "told"):
+        if norm not in ("of-elements", "reported"):
             grads = unflatten(flat, like={name: self._stepper.masters[name] for name in active})
             return measure_by(
                 norm,
@@ -551,7 +551,7 @@ def step_together(
     orders: Sequence[Orders | None],
     *,
     order_seed: int = 0,
-    told: Tensor | None = None,
+    reported_norm: Tensor | None = None,
 ) -> list[ReferenceStep]:
     """Run the next step of all model parts.
 
@@ -565,6 +565,6 @@ def step_together(
     # One norm over all parts, hence between `begin` and `finish`.
     measured = measure_together([each.measured for each in begun])
     return [
-        reference.finish(each, measured=measured, told=told)
+        reference.finish(each, measured=measured, reported_norm=reported_norm)
         for reference, each in zip(references, begun, strict=True)
     ]

@@ -77,7 +77,7 @@ class Contributions:
     """Dtype of the sum over ranks, by param; None for the accumulation dtype."""
     sum_dtypes: Mapping[str, torch.dtype] | None = None
     """Dtype in which round sums are added, by param; None for their own dtype."""
-    copies_dtypes: Mapping[str, torch.dtype] | None = None
+    replica_dtypes: Mapping[str, torch.dtype] | None = None
     """Dtype in which shard-group sums are added, by param; None for their own dtype."""
 
     @property
@@ -129,7 +129,7 @@ class Contributions:
                 terms = [self.division.before(term) for term in terms]
             # Without terms the sum is zero in every order.
             certified[name] = certify(terms or [torch.zeros_like(zero)])
-            last = zero.dtype if self.copies_dtypes is None else self.copies_dtypes[name]
+            last = zero.dtype if self.replica_dtypes is None else self.replica_dtypes[name]
             if torch.promote_types(zero.dtype, last) != last:
                 # Shard-group sums are rounded again, so exact terms prove nothing.
                 certified[name] = torch.zeros_like(certified[name])
@@ -146,7 +146,7 @@ class Contributions:
         }
         # Shapes and dtypes of all params, from any rank that has them.
         zeros = {name: grad for replay in self.replays for name, grad in replay.rounds[0].items()}
-        dtypes = self.sum_dtypes or self.copies_dtypes or self.reduce_dtypes or {}
+        dtypes = self.sum_dtypes or self.replica_dtypes or self.reduce_dtypes or {}
         return {
             name: reduced[name]
             if name in reduced
@@ -176,7 +176,7 @@ class Contributions:
             # Otherwise each shard group adds its rounds first, and a single call adds over groups.
             blocks = zip(*(adding.in_blocks(each, spans=spans) for each in brought), strict=True)
             sums = [self._added(name, sums) for sums in blocks]
-            return adding.over_blocks(self._as_copies(name, sums), spans=spans)
+            return adding.over_blocks(self._as_replicas(name, sums), spans=spans)
         except UsageError as error:
             # The sum does not know the name of its param.
             raise UsageError(f"param {name!r}: {error}") from error
@@ -185,14 +185,14 @@ class Contributions:
         self, name: str, adding: Adding, grads: Sequence[Tensor], spans: Sequence[SumSpan] | None
     ) -> Tensor:
         """Add one round's gradients over all ranks."""
-        if self.copies_dtypes is None:
+        if self.replica_dtypes is None:
             return adding.all(grads, spans=spans)
         sums = adding.in_blocks(grads, spans=spans)
-        return adding.over_blocks(self._as_copies(name, sums), spans=spans)
+        return adding.over_blocks(self._as_replicas(name, sums), spans=spans)
 
-    def _as_copies(self, name: str, sums: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _as_replicas(self, name: str, sums: Sequence[Tensor]) -> Sequence[Tensor]:
         """Convert shard-group sums to the dtype in which they are added."""
-        dtypes = self.copies_dtypes
+        dtypes = self.replica_dtypes
         return sums if dtypes is None else [each.to(dtypes[name]) for each in sums]
 
     def _added(self, name: str, sums: Sequence[Tensor]) -> Tensor:
@@ -415,7 +415,7 @@ class Ranks:
         """Return the replayed ranks' contributions under given rules, except for accumulation."""
         sync, accumulate, reduce = self._how(rules)
         # A single shard group has no second sum, so its dtype has no effect.
-        copies = rules.copies_dtype if self._scenario.system.redundancy > 1 else None
+        copies = rules.replica_dtype if self._scenario.system.redundancy > 1 else None
         # Convert only if dtypes differ.
         differ = accumulate != reduce
         narrows = differ or copies is not None
@@ -427,7 +427,7 @@ class Ranks:
             across_last=sync == "every-in-block",
             reduce_dtypes=self._grad_dtypes(reduce) if differ and sync == "last" else None,
             sum_dtypes=self._grad_dtypes(accumulate) if narrows and sync == "every" else None,
-            copies_dtypes=None if copies is None else self._grad_dtypes(copies),
+            replica_dtypes=None if copies is None else self._grad_dtypes(copies),
         )
 
     def _how(self, rules: Rules) -> tuple[Sync, GradDtype, GradDtype]:

@@ -64,7 +64,7 @@ class Rules:
     """Dtype in which a rank adds its micro-batches, or round sums if every round is reduced."""
     reduce_dtype: GradDtype | None = None
     """Dtype of the sum over ranks."""
-    copies_dtype: GradDtype | None = None
+    replica_dtype: GradDtype | None = None
     """Dtype of the sum over shard groups."""
     unused: Unused = "zeros"
     nonfinite: NonFiniteRule = "stepped"

@@ -334,8 +334,10 @@ class Stepper:
         """Return each param's group settings, under torch's names, with `lr` before any factor."""
         by_master: dict[Tensor, dict[str, object]] = {}
         for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
-            said = {key: value for key, value in group.items() if key != "params"} | {"lr": base_lr}
-            by_master |= dict.fromkeys(group["params"], said)
+            base_settings = {key: value for key, value in group.items() if key != "params"} | {
+                "lr": base_lr
+            }
+            by_master |= dict.fromkeys(group["params"], base_settings)
         return {name: by_master[master] for name, master in self._stepped.items()}
 
     def state(self) -> dict[str, dict[str, Tensor]]:

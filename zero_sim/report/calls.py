@@ -38,7 +38,7 @@ _MARKED: dict[str, tuple[str, ...]] = {
     Phase.GATHER: _GATHERING,
 }
 
-_NOT_TOLD = (
+_NOT_REPORTED = (
     "the system reports only its params, so the update itself may be wrong; implement parts() to "
     "find out"
 )
@@ -111,9 +111,9 @@ def calls_near(
     )
     bucket = None if buffer_map is None else _bucket_of(finding, buffer_map)
     # If only params were observed, a wrong update looks like a wrong gather.
-    told = shows_grads or buffer_map is not None
+    is_reported = shows_grads or buffer_map is not None
     # The finding's phase determines the kind of suspects, the buffer map their size in elements.
-    carrying = [pair for pair in of_step if _carries(pair[1], finding, told=told)]
+    carrying = [pair for pair in of_step if _carries(pair[1], finding, is_reported=is_reported)]
     sizes = set() if buffer_map is None or bucket is None else _sizes(buffer_map, bucket)
     # A gather takes a shard and returns a bucket, a reduce-scatter the reverse.
     fitting = [p for p in carrying if sizes & {p[1].elems, p[1].output_elems}]
@@ -156,12 +156,12 @@ def observed_grads(notes: Iterable[str]) -> bool:
     return not any(GRADIENTS in each.split(", ") for each in silent)
 
 
-def _carries(record: CollectiveRecord, finding: Finding, *, told: bool) -> bool:
+def _carries(record: CollectiveRecord, finding: Finding, *, is_reported: bool) -> bool:
     """True if a call of this kind carries the values compared in the finding's phase."""
     words = _MARKED.get(finding.phase or "", ())
     if finding.check == Check.EQUALITY_SCALE:
         words = _REDUCING
-    elif finding.phase == Phase.GATHER and not told:
+    elif finding.phase == Phase.GATHER and not is_reported:
         # If only params are reported, a wrong local update would also show there first, so the
         # gather is not suspect.
         words = () if finding.check == Check.EQUALITY_PARAMS else _CARRYING
@@ -171,7 +171,7 @@ def _carries(record: CollectiveRecord, finding: Finding, *, told: bool) -> bool:
 def _why_no_suspect(finding: Finding, buffer_map: BufferMap | None, shows_grads: bool) -> str:
     if finding.check != Check.EQUALITY_PARAMS or buffer_map is not None:
         return ""
-    return _GRADS_AGREE if shows_grads else _NOT_TOLD
+    return _GRADS_AGREE if shows_grads else _NOT_REPORTED
 
 
 def _bucket_of(finding: Finding, buffer_map: BufferMap) -> MappedBucket | None:
@@ -246,7 +246,7 @@ def render_calls(
         lines = [f"calls of rank {nearby.rank}, suspects first, marked >:"]
     if nearby.missing:
         lines.append(f"  missing  {nearby.missing}")
-    shown = [(call.when, ">", told) for call, told in _folded(nearby.suspects)]
+    shown = [(call.when, ">", described) for call, described in _folded(nearby.suspects)]
     cut = nearby.left_out
     for call in nearby.others:
         if call.when == "in" and cut:
@@ -255,11 +255,11 @@ def render_calls(
         shown.append((call.when, " ", _describe_call(call.record)))
     # Consecutive lines with the same label and mark show the label once.
     labels = {"before": "before", "in": "step", "after": "after"}
-    said = None
-    for when, mark, told in shown:
-        label = "" if (when, mark) == said else labels[when]
-        said = when, mark
-        lines.append(f"  {label:<7}{mark} {told}")
+    last = None
+    for when, mark, described in shown:
+        label = "" if (when, mark) == last else labels[when]
+        last = when, mark
+        lines.append(f"  {label:<7}{mark} {described}")
     return lines
 
 
@@ -274,12 +274,14 @@ def _folded(calls: Sequence[NearCall]) -> Iterator[tuple[NearCall, str]]:
         key = call.when, call.record._replace(sequence=0, elems=0, output_elems=0)
         alike.setdefault(key, []).append(call)
     for run in alike.values():
-        told = _describe_call(run[0].record)
+        described = _describe_call(run[0].record)
         if len(run) > 1:
             elems = [call.record.elems for call in run]
-            told += f"; {len(run)} such calls, to #{run[-1].record.sequence}"
-            told += f", of {min(elems)} to {max(elems)} elements" if len(set(elems)) > 1 else ""
-        yield run[0], told
+            described += f"; {len(run)} such calls, to #{run[-1].record.sequence}"
+            described += (
+                f", of {min(elems)} to {max(elems)} elements" if len(set(elems)) > 1 else ""
+            )
+        yield run[0], described
 
 
 def shown_name(file: str) -> str:

@@ -93,17 +93,17 @@ def _pairs_never(
         "drawn features did not,\nand many of these are impossible."
     )
     # The expected count assumes that both features are independent.
-    telling = [(pair, count) for pair, count in never if count >= _EXPECTED_MIN]
-    if not telling:
+    unexpected = [(pair, count) for pair, count in never if count >= _EXPECTED_MIN]
+    if not unexpected:
         return head
     found = _mutants_of_pairs(finders)
     rows = [["expected", "mutants", "never drawn"]]
     rows += [
         [f"{count:.1f}", str(found[pair] or "-"), _joined(pair)]
-        for pair, count in telling[:_PAIRS_SHOWN]
+        for pair, count in unexpected[:_PAIRS_SHOWN]
     ]
     return (
-        f"{head} {len(telling):,} would be expected if features were independent;\n"
+        f"{head} {len(unexpected):,} would be expected if features were independent;\n"
         f"expected cases, the most first:\n{aligned(rows, words=(2,))}"
     )
 

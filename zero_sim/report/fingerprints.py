@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zero_sim.calculators.fingerprint import GRAMMARS, Fingerprint, SeenCall, shortened
+from zero_sim.calculators.fingerprint import GRAMMARS, Fingerprint, ObservedCall, shortened
 from zero_sim.errors import UsageError
 from zero_sim.report.amounts import aligned
 from zero_sim.report.timeline import read_timeline
@@ -45,7 +45,7 @@ _KINDS = (
 )
 
 
-def calls_of_log(log: EventLog, *, rank: int) -> list[SeenCall]:
+def calls_of_log(log: EventLog, *, rank: int) -> list[ObservedCall]:
     """Return a rank's calls in a log."""
     calls = []
     for call in read_timeline(log).calls:
@@ -54,7 +54,7 @@ def calls_of_log(log: EventLog, *, rank: int) -> list[SeenCall]:
         if record.rank == rank and record.kind not in ("send", "recv", "barrier"):
             stop = call.issue_tick if call.land_tick is None else call.land_tick
             calls.append(
-                SeenCall(
+                ObservedCall(
                     kind=record.kind,
                     ranks=len(record.group_ranks),
                     elems=record.elems,
@@ -85,7 +85,7 @@ def traces_in(path: Path) -> list[Path]:
     return files
 
 
-def read_calls(path: Path, *, rank: int) -> list[SeenCall]:
+def read_calls(path: Path, *, rank: int) -> list[ObservedCall]:
     """Read a rank's calls from a trace or dump.
 
     Args:
@@ -143,7 +143,7 @@ def _load(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _of_dump(raw: Mapping[str, Any]) -> Iterator[SeenCall]:
+def _of_dump(raw: Mapping[str, Any]) -> Iterator[ObservedCall]:
     # The file may be forged, so any value may be missing or have another type.
     configs = raw.get("pg_config")
     for entry in raw["entries"]:
@@ -158,7 +158,7 @@ def _of_dump(raw: Mapping[str, Any]) -> Iterator[SeenCall]:
         dtype = str(dtypes[0]) if isinstance(dtypes, list) and dtypes else ""
         start = _number(entry.get("time_created_ns"))
         stop = _number(entry.get("time_discovered_completed_ns")) or start
-        yield SeenCall(
+        yield ObservedCall(
             kind=kind,
             ranks=len([part for part in str(ranks).strip("[]").split(",") if part.strip()]),
             elems=_elems(entry.get("input_sizes")),
@@ -170,7 +170,7 @@ def _of_dump(raw: Mapping[str, Any]) -> Iterator[SeenCall]:
         )
 
 
-def _of_trace(raw: Mapping[str, Any], *, rank: int, path: Path) -> list[SeenCall]:
+def _of_trace(raw: Mapping[str, Any], *, rank: int, path: Path) -> list[ObservedCall]:
     """Return the rank's calls in a trace."""
     events = raw["traceEvents"]
     named = [e for e in events if isinstance(e, dict) and isinstance(e.get("args"), dict)]
@@ -188,7 +188,7 @@ def _of_trace(raw: Mapping[str, Any], *, rank: int, path: Path) -> list[SeenCall
     return list(_of_descriptions(kernels or issued, are_kernels=bool(kernels)))
 
 
-def _of_descriptions(events: Sequence[Any], *, are_kernels: bool) -> Iterator[SeenCall]:
+def _of_descriptions(events: Sequence[Any], *, are_kernels: bool) -> Iterator[ObservedCall]:
     """Yield calls from events that describe their collective, as on NCCL and in our own traces."""
     for event in events:
         args = event["args"]
@@ -197,7 +197,7 @@ def _of_descriptions(events: Sequence[Any], *, are_kernels: bool) -> Iterator[Se
             continue
         start = _number(event.get("ts"))
         dtype = str(args.get("dtype", ""))
-        yield SeenCall(
+        yield ObservedCall(
             kind=kind,
             ranks=int(_number(args.get("Group size"))),
             elems=int(_number(args.get("In msg nelems"))),
@@ -210,7 +210,7 @@ def _of_descriptions(events: Sequence[Any], *, are_kernels: bool) -> Iterator[Se
 
 def _of_operators(
     events: Sequence[dict[str, Any]], *, world_size: int, path: Path
-) -> Iterator[SeenCall]:
+) -> Iterator[ObservedCall]:
     """Yield calls on gloo, for which the profiler only records `c10d` operators."""
     # Another thread executes each call, in an event `gloo:...` with dtype and duration. gloo may
     # execute a reduce-scatter as an all-reduce, so take the kind from the operator.
@@ -243,7 +243,7 @@ def _of_operators(
         did = next(_begun_after(start, waiting[elems]), event)
         types = did["args"].get("Input type")
         dtype = str(types[0]) if isinstance(types, list) and types else ""
-        yield SeenCall(
+        yield ObservedCall(
             kind=kind,
             ranks=ranks,
             elems=elems,

@@ -199,8 +199,8 @@ def calls_table(log: EventLog, finding: Finding) -> tuple[Markup, str]:
         )
         rows.append(("bad" if index == log.refused else own, cells))
     head = ("call", "rank", "collective", "group", "elements", "detail", "where")
-    said = f"all {total} calls" if total <= CALLS_MAX else f"{CALLS_MAX} of {total} calls"
-    return pages.render("table.html", head=head, rows=rows), said
+    extent = f"all {total} calls" if total <= CALLS_MAX else f"{CALLS_MAX} of {total} calls"
+    return pages.render("table.html", head=head, rows=rows), extent
 
 
 def first_shown(total: int, finding: Finding, *, most: int) -> int:

@@ -98,7 +98,7 @@ def measured_dict(measured: Measured, *, network: Network | None = None) -> dict
     ranks: list[dict[str, object]] = []
     for ledger in measured.ledgers:
         peak = ledger.peak
-        told: dict[str, object] = {
+        entry: dict[str, object] = {
             "rank": ledger.rank,
             "bytes": dict(ledger.between),
             "peak": peak.total,
@@ -108,8 +108,8 @@ def measured_dict(measured: Measured, *, network: Network | None = None) -> dict
             "bytes_sent": None,
         }
         if network is not None:
-            told["bytes_sent"] = measured.traffic(ledger.rank, network=network).by_kind()
-        ranks.append(told)
+            entry["bytes_sent"] = measured.traffic(ledger.rank, network=network).by_kind()
+        ranks.append(entry)
     return {
         "step": measured.step,
         "ranks": ranks,

@@ -8,26 +8,26 @@ from typing import TYPE_CHECKING
 from zero_sim.untrusted import printable
 
 if TYPE_CHECKING:
-    from zero_sim.mutants.records import Mutant, Trial
+    from zero_sim.mutants.records import HuntResult, Mutant
     from zero_sim.mutants.score import KillCount, Score
 
 
-def render_trial(trial: Trial, mutant: Mutant) -> str:
+def render_hunt(result: HuntResult, mutant: Mutant) -> str:
     """Return a mutant's line, followed by its description if it survived."""
     # Capitals for what needs attention: a check or a case is missing.
-    verdict = "killed" if trial.killed else "ERROR" if trial.error else "SURVIVED"
-    by = f" by {trial.check}" if trial.killed else ""
-    size = "" if trial.size is None else f", shrunk to {trial.size}"
-    if trial.minimum is not None and trial.minimum != trial.size:
-        size += f" (on record: {trial.minimum})"
-    judged = f" ({trial.judged} judged)" if trial.judged != trial.cases else ""
-    cost = f"{trial.cases} case{'s' if trial.cases != 1 else ''}{judged}, {trial.seconds:.1f} s"
-    head = f"{trial.id:<5} {mutant.kind:<7} {verdict}{by} after {cost}{size}"
-    if trial.killed:
+    verdict = "killed" if result.killed else "ERROR" if result.error else "SURVIVED"
+    by = f" by {result.check}" if result.killed else ""
+    size = "" if result.size is None else f", shrunk to {result.size}"
+    if result.minimum is not None and result.minimum != result.size:
+        size += f" (on record: {result.minimum})"
+    judged = f" ({result.judged} judged)" if result.judged != result.cases else ""
+    cost = f"{result.cases} case{'s' if result.cases != 1 else ''}{judged}, {result.seconds:.1f} s"
+    head = f"{result.id:<5} {mutant.kind:<7} {verdict}{by} after {cost}{size}"
+    if result.killed:
         return head
-    why = "".join(f"\n      {printable(line)}" for line in trial.error.splitlines())
+    why = "".join(f"\n      {printable(line)}" for line in result.error.splitlines())
     # If a mutant's code never ran, the gap is in the cases, not in the checks.
-    unarmed = "" if trial.armed else " (its code never ran)"
+    unarmed = "" if result.armed else " (its code never ran)"
     return f"{head}{unarmed}\n      {mutant.description} [{mutant.seen_in}]{why}"
 
 

@@ -115,7 +115,7 @@ def _shrink() -> Node:
         "cases": _COUNT,
         "seconds": _SECONDS,
         "complete": _or_null(_FLAG),
-        "stopped": {"enum": ["cases", "seconds", "asked", None]},
+        "stopped": {"enum": ["cases", "seconds", "interrupt", None]},
         "bundle": _or_null(_TEXT),
         "result": record_schema(CaseResult),
         "exit_status": _STATUS,
@@ -129,7 +129,7 @@ def _fuzz() -> Node:
     texts = ("check", "phase", "kind", "manner", "place", "message", "bundle", "size", "scenario")
     finding = dict.fromkeys(texts, _TEXT) | {"seed": _COUNT, "case": _COUNT}
     counts = ("cases", "earlier_cases", "batches")
-    again = ("bundle", "said")
+    again = ("bundle", "reason")
     outcome: Node = {"enum": ["fixed", "fails", "fails-otherwise", "unknown"]}
     lost = object_of({"index": _COUNT, "seed": _COUNT, "why": _TEXT})
     return {
@@ -203,7 +203,7 @@ def _coverage() -> Node:
 
 
 def _mutants() -> Node:
-    from zero_sim.mutants.records import Trial
+    from zero_sim.mutants.records import HuntResult
 
     kills = object_of({"name": _TEXT, "killed": _COUNT, "of": _COUNT})
     return {
@@ -214,7 +214,7 @@ def _mutants() -> Node:
         "cases_median": {"type": "number"},
         "cases_most": _COUNT,
         "seconds": _SECONDS,
-        "trials": list_of(record_schema(Trial)),
+        "trials": list_of(record_schema(HuntResult)),
         "exit_status": _STATUS,
     }
 
@@ -414,7 +414,7 @@ def object_of(properties: Mapping[str, Node]) -> Node:
 
 
 # Fields that `as_dict` omits: tensors, event logs and cases.
-_NOT_TOLD = ("evidence", "logs", "twin")
+_NOT_REPORTED = ("evidence", "logs", "twin")
 
 
 def record_schema(cls: type) -> Any:
@@ -442,7 +442,7 @@ def _inlined(node: Any, defs: Mapping[str, Node]) -> Any:
         found = defs[node["$ref"].rpartition("/")[2]]
         return _inlined({**found, **{k: v for k, v in node.items() if k != "$ref"}}, defs)
     if "properties" in node:
-        told = {k: v for k, v in node["properties"].items() if k not in _NOT_TOLD}
-        fields = object_of({name: _inlined(field, defs) for name, field in told.items()})
+        reported = {k: v for k, v in node["properties"].items() if k not in _NOT_REPORTED}
+        fields = object_of({name: _inlined(field, defs) for name, field in reported.items()})
         return {**fields, "description": node["description"]}
     return {k: _inlined(v, defs) for k, v in node.items() if k not in ("title", "default")}

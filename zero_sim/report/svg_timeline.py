@@ -68,9 +68,9 @@ def draw_timeline(
             for call, end, lane in row
         ]
         rows.append({"rank": rank, "middle": top + lane_count * _LANE // 2 + 4, "spans": spans})
-    said = f"{len(calls)} of {total} calls" if len(calls) < total else f"all {total} calls"
+    extent = f"{len(calls)} of {total} calls" if len(calls) < total else f"all {total} calls"
     if len(ranks) < timeline.world_size:
-        said += f", {len(ranks)} of {timeline.world_size} ranks"
+        extent += f", {len(ranks)} of {timeline.world_size} ranks"
     kinds = {call.record.kind for call in calls}
     marks = [("mark suspect", "suspect")] if marked else []
     if any(not call.completed for call in calls):
@@ -86,7 +86,7 @@ def draw_timeline(
         step=_shade(timeline.calls, finding, x=x),
         rows=rows,
     )
-    return picture, said
+    return picture, extent
 
 
 def _key(record: CollectiveRecord) -> tuple[object, ...]:

@@ -34,7 +34,7 @@ CASE_LINES_MAX = 40
 _STOPPED = {
     "cases": "; stopped by the limit on cases, a smaller one may exist",
     "seconds": "; stopped by the limit on time, a smaller one may exist",
-    "asked": "; interrupted, a smaller one may exist",
+    "interrupt": "; interrupted, a smaller one may exist",
     None: "",
 }
 

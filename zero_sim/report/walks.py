@@ -102,7 +102,7 @@ def _table(table: Table) -> Iterator[str]:
     rows = [list(table.head), *([_text(cell) for cell in row] for row in table.rows)]
     yield from aligned(rows).splitlines()
     if table.marks:
-        yield ", ".join(f"{SIGNS[mark]} {said}" for mark, said in table.marks.items())
+        yield ", ".join(f"{SIGNS[mark]} {meaning}" for mark, meaning in table.marks.items())
 
 
 def _text(cell: Cell | str) -> str:

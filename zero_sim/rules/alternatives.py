@@ -52,7 +52,7 @@ _DTYPES: tuple[Change, ...] = (
     {"reduce_dtype": "fp16"},
 )
 # The second sum, over shard groups, exists only with replicas.
-_COPIES: tuple[Change, ...] = ({"copies_dtype": "fp32"}, {"copies_dtype": "bf16"})
+_COPIES: tuple[Change, ...] = ({"replica_dtype": "fp32"}, {"replica_dtype": "bf16"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class SumRules:
         }
         # Only fields with a value, as in a declaration.
         of_losses = ("scale_loss", "scale_second")
-        of_sums = ("predivide_by", "accumulate_dtype", "reduce_dtype", "copies_dtype")
+        of_sums = ("predivide_by", "accumulate_dtype", "reduce_dtype", "replica_dtype")
         for name in (*of_losses, *of_sums):
             if getattr(rules, name) is not None:
                 named[name] = getattr(rules, name)
@@ -222,7 +222,7 @@ def norm_steps(again: Again) -> dict[str, StepAgain]:
     known: Sequence[Norm] = NORMS if is_free else ("of-elements", "of-params")
     # Norms over owned parts need reported ownership.
     unknown = () if any(again.holdings) else ("of-own-params", "of-shards")
-    others = [norm for norm in known if norm not in (rules.norm, "told", *unknown)]
+    others = [norm for norm in known if norm not in (rules.norm, "reported", *unknown)]
     return {f"norm = {norm!r}": again.by(replace(rules, norm=norm)) for norm in others}
 
 

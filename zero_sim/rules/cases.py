@@ -124,7 +124,7 @@ def second_loss_case(base: Scenario) -> Scenario:
     return changed(case, world={"size": 4}, topology=TopologySpec(cp=2))
 
 
-def telling_cases(like: Scenario, *, optimizer: OptimizerSpec) -> Iterator[Scenario]:
+def revealing_cases(like: Scenario, *, optimizer: OptimizerSpec) -> Iterator[Scenario]:
     """Yield cases that distinguish rules by several ranks, micro-batches and unequal rows."""
     base = changed(
         BASE,

@@ -21,7 +21,7 @@ _ADVICE = re.compile(
 _DTYPE_FIELDS = ("accumulate_dtype", "reduce_dtype")
 
 
-class Asked:
+class WithNumerics:
     """A target with unlimited capabilities, judged by rules under trial.
 
     Everything else is passed on to the target itself.
@@ -46,19 +46,19 @@ class Asked:
 
 def declared_by(result: CaseResult) -> list[dict[str, Any]]:
     """Return the declarations that the first finding proposes, most likely first."""
-    said: list[dict[str, Any]] = []
+    declared: list[dict[str, Any]] = []
     # Later findings may follow from the first finding.
     for finding in result.findings[:1]:
-        said.extend(map(_parsed, _DECLARE.findall(finding.detail)))
+        declared.extend(map(_parsed, _DECLARE.findall(finding.detail)))
         for text in _FITTING.findall(finding.detail):
             # "divide = 'pre' or 'premul'" names the field once.
             lead = text.partition(" = ")[0]
-            said.extend(
+            declared.extend(
                 _parsed(each if " = " in each else f"{lead} = {each}")
                 for each in text.split(" or ")
             )
     # Without duplicates, in order.
-    return [each for index, each in enumerate(said) if each not in said[:index]]
+    return [each for index, each in enumerate(declared) if each not in declared[:index]]
 
 
 def without_advice(result: CaseResult) -> CaseResult:
@@ -77,9 +77,9 @@ def _parsed(text: str) -> dict[str, Any]:
     return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
 
 
-def with_change(said: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+def with_change(declared: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
     """Return a declaration with changes, and without the fields that these replace."""
-    kept = dict(said)
+    kept = dict(declared)
     # A common dtype replaces separate dtypes.
     if "grad_dtype" in change:
         kept = {name: v for name, v in kept.items() if name not in _DTYPE_FIELDS}

@@ -10,11 +10,11 @@ from torch import Tensor
 from zero_sim.findings.compare import same_bits
 from zero_sim.findings.ratio import Ratio
 from zero_sim.findings.recognition import Known
-from zero_sim.judge.explaining import Seen
+from zero_sim.judge.explaining import Observation
 from zero_sim.judge.factors import FactorCauses
 from zero_sim.judge.judged_group import JudgedGroup
+from zero_sim.judge.reported_grads import sum_as_reported
 from zero_sim.judge.rules_tried import RulesTried
-from zero_sim.judge.told import sum_as_reported
 from zero_sim.reference import Reference, ReferenceStep, StepAgain
 from zero_sim.rules.alternatives import LOCAL, SumRules, UpdateRules, norm_steps, partial_sums
 from zero_sim.rules.mistakes import Mistakes
@@ -41,7 +41,7 @@ class Explainer:
         *,
         reference: Reference,
         group: JudgedGroup,
-        agreed: Sequence[Seen],
+        agreed: Sequence[Observation],
     ) -> None:
         again = reference.again(expected)
         assert again is not None, "expected a step whose start was kept"
@@ -57,29 +57,29 @@ class Explainer:
             mistakes = Mistakes(again=again, sums={} if sums is None else partial_sums(again))
             self._mistakes = Trial("mistake", mistakes, expected=again.by())
         # Alternatives must also fit all places before the first difference.
-        for seen in agreed:
-            self._agree(seen)
+        for observation in agreed:
+            self._agree(observation)
 
-    def look(self, seen: Seen, got: Mapping[str, Tensor], *, agrees: bool) -> None:
+    def look(self, observation: Observation, got: Mapping[str, Tensor], *, agrees: bool) -> None:
         """Record another place; arguments as in the protocol."""
         if agrees:
-            self._agree(seen)
-        elif seen.what == "gradient":
+            self._agree(observation)
+        elif observation.what == "gradient":
             if self._gradients is not None:
-                self._gradients.differ(seen, got)
+                self._gradients.differ(observation, got)
         # Gradients come first: if they differ, updates differ because of them.
         elif self._gradients is None or self._gradients.fitting is None:
-            self._updates.differ(seen, got)
+            self._updates.differ(observation, got)
             if self._mistakes is not None:
-                self._mistakes.differ(seen, got)
+                self._mistakes.differ(observation, got)
 
-    def _agree(self, seen: Seen) -> None:
-        if seen.what == "gradient" and self._gradients is not None:
-            self._gradients.agree(seen)
+    def _agree(self, observation: Observation) -> None:
+        if observation.what == "gradient" and self._gradients is not None:
+            self._gradients.agree(observation)
         # If a gradient agrees, only a rule for a later stage can differ.
-        self._updates.agree(seen)
-        if seen.what == "update" and self._mistakes is not None:
-            self._mistakes.agree(seen)
+        self._updates.agree(observation)
+        if observation.what == "update" and self._mistakes is not None:
+            self._mistakes.agree(observation)
 
     def known_grads(self, name: str, *, rank: int, start: int) -> Iterator[Known]:
         """Yield incomplete gradients. If several have equal bits, yield the most likely."""
@@ -92,14 +92,14 @@ class Explainer:
             if other != rank:
                 partials.append((other, f"rank {world_rank} alone, not reduced", LOCAL))
         # Values yielded so far.
-        seen: list[Tensor] = []
+        distinct: list[Tensor] = []
         for observer, what, terms in partials:
             by = again.by(terms=terms, rank=observer)
             if not by.holds(name):
                 continue
             values = sum_as_reported(by, name, numerics=self._group.numerics)
-            if not any(same_bits(values, each) for each in seen):
-                seen.append(values)
+            if not any(same_bits(values, each) for each in distinct):
+                distinct.append(values)
                 yield Known(what=f"the gradient of {what}", values=values, start=start)
 
     def explain_norm(self, norm: Tensor) -> str:

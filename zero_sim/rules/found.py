@@ -30,7 +30,7 @@ from zero_sim.rules.cases import (
     settings_followed,
     unused_cases,
 )
-from zero_sim.rules.declared import Asked, in_words
+from zero_sim.rules.declared import WithNumerics, in_words
 from zero_sim.rules.norms import NORMS_MIN, confirm_norm, norms_passed
 from zero_sim.rules.report import FoundRules
 from zero_sim.rules.search import RuleSearch
@@ -47,7 +47,7 @@ from zero_sim.targets.declared import followed, refusals
 
 _ALIKE_CASES = 8
 """Most cases that two rules must pass to be called equal."""
-_OF_DTYPES = ("grad_dtype", "accumulate_dtype", "reduce_dtype", "told_dtype")
+_OF_DTYPES = ("grad_dtype", "accumulate_dtype", "reduce_dtype", "reported_dtype")
 _RULED = ("system.divide", "system.divide_by", "system.sync", "system.grad_dtype")
 """Options that declared rules replace."""
 _ALTERNATIVES: Mapping[str, Sequence[object]] = {
@@ -60,9 +60,9 @@ _ALTERNATIVES: Mapping[str, Sequence[object]] = {
     "accumulate_dtype": (None, "param", "fp32"),
     "reduce_dtype": (None, "param", "fp32"),
     "unused": ("zeros", "left-alone"),
-    "grads_told": ("before-division", "after-division", "after-clip"),
-    "told_dtype": ("sum", "param", "fp32"),
-    "norm": tuple(norm for norm in NORMS if norm != "told"),
+    "reported_grads": ("before-division", "after-division", "after-clip"),
+    "reported_dtype": ("sum", "param", "fp32"),
+    "norm": tuple(norm for norm in NORMS if norm != "reported"),
     "clip": CLIP_FORMS,
 }
 
@@ -185,7 +185,7 @@ class _Search:
 
     def _refuses(self, case: Scenario) -> bool:
         """Return True if the target itself refuses a case, whatever its declarations."""
-        return bool(refusals(Asked(self.target, Numerics()), case))
+        return bool(refusals(WithNumerics(self.target, Numerics()), case))
 
     def _settle_dtype(self, dtype: DtypeName) -> bool:
         """Find a dtype's rules; return False if the dtype is not supported."""
@@ -249,10 +249,10 @@ class _Search:
         if "topology.cp" not in declared.follows or case.model.name not in declared.models:
             return
         for factor in (None, *get_args(ScaleLoss)):
-            said = {**self.search.numerics, "scale_second": factor}
-            if self._has_passed(self.search.judge(case, said), case.name):
+            candidate = {**self.search.numerics, "scale_second": factor}
+            if self._has_passed(self.search.judge(case, candidate), case.name):
                 self.found.left_out.pop(case.name, None)
-                self.search.numerics = said
+                self.search.numerics = candidate
                 self.search.passed.append(case)
                 return
 
@@ -375,8 +375,8 @@ class _Search:
         paths = settings_followed(name, follows)
         result = self.search.judge(of_optimizer(self.base, name, paths))
         if isinstance(result, str):
-            said = ", ".join(paths)
-            self.found.unclear.append(f"optimizer.name = {name!r} with {said}: refused ({result})")
+            text = ", ".join(paths)
+            self.found.unclear.append(f"optimizer.name = {name!r} with {text}: refused ({result})")
             return True
         if result.verdict != "fail":
             return True
@@ -434,9 +434,9 @@ class _Search:
                 f"{', '.join(_OF_DTYPES)}: all mean fp32 if params are fp32: as declared"
             )
         for name, known in _ALTERNATIVES.items():
-            # A norm declared as `told` passes in any form.
-            taken = name == "norm" and declared.get(name) == "told"
-            values = (*known, "told") if taken else known
+            # A norm declared as `reported` passes in any form.
+            taken = name == "norm" and declared.get(name) == "reported"
+            values = (*known, "reported") if taken else known
             if name in _OF_DTYPES and not narrow:
                 if name in declared:
                     self.search.numerics[name] = declared[name]
@@ -445,7 +445,7 @@ class _Search:
             cases = [each for each in passed if bool(each.optimizer.clip_norm) == of_clip]
             # Forms that differ in few gradients are distinguished only by all cases.
             cases = cases if of_clip else cases[:_ALIKE_CASES]
-            if name == "norm" and self.search.numerics.get(name) == "told":
+            if name == "norm" and self.search.numerics.get(name) == "reported":
                 continue
             if not cases:
                 self.found.unclear.append(f"{name}: no deciding case passes: as declared")
@@ -461,10 +461,10 @@ class _Search:
                 self.search.numerics[name] = declared[name]
             alike = [value for value in alike if value != _DEFAULTS[name]]
             if alike:
-                said = ", ".join(map(repr, alike))
-                self.found.unclear.append(f"{name} = {said}: the same bits in all of these cases")
+                text = ", ".join(map(repr, alike))
+                self.found.unclear.append(f"{name} = {text}: the same bits in all of these cases")
         self._take_the_rest(declared, passed[:_ALIKE_CASES])
-        if self.search.numerics.get("norm") == "told" != declared.get("norm"):
+        if self.search.numerics.get("norm") == "reported" != declared.get("norm"):
             count = norms_passed(self.search)
             why = f"no known form has the bits of all norms of {count} random gradients"
             if count < NORMS_MIN:
@@ -486,9 +486,9 @@ class _Search:
                     f"{name} = {got!r}: the same bits in all cases: as declared"
                 )
 
-    def _all_pass(self, cases: Sequence[Scenario], said: Mapping[str, Any]) -> bool:
+    def _all_pass(self, cases: Sequence[Scenario], candidate: Mapping[str, Any]) -> bool:
         for case in cases:
-            result = self.search.judge(case, said)
+            result = self.search.judge(case, candidate)
             if isinstance(result, str) or result.verdict == "fail":
                 return False
         return True
@@ -513,9 +513,9 @@ class _Search:
                 self.found.capabilities[each.name] = value
             self._compare_words(each.name, value, getattr(declared, each.name))
         self._alarm_of_none([name for name in _NEEDED if not getattr(able, name)])
-        told = _plain(numerics_of(self.target, self.base))
-        found = {name: self.search.numerics.get(name, _DEFAULTS[name]) for name in told}
-        others = [n for n, v in told.items() if v != found[n] and not callable(v)]
+        declared_now = _plain(numerics_of(self.target, self.base))
+        found = {name: self.search.numerics.get(name, _DEFAULTS[name]) for name in declared_now}
+        others = [n for n, v in declared_now.items() if v != found[n] and not callable(v)]
         by_dtype = [name for name in others if name in _OF_DTYPES]
         if by_dtype and self._pass_as_declared(by_dtype):
             self.found.unclear.extend(
@@ -524,7 +524,7 @@ class _Search:
             )
             others = [name for name in others if name not in by_dtype]
         self.found.contradicted.extend(
-            f"it declares {name} = {told[name]!r}; found {found[name]!r}" for name in others
+            f"it declares {name} = {declared_now[name]!r}; found {found[name]!r}" for name in others
         )
         for path in declared.follows:
             if path in FOLLOWED and path not in able.follows:
@@ -533,9 +533,9 @@ class _Search:
     def _alarm_of_none(self, names: Sequence[str]) -> None:
         """Record capabilities without any value, with the first case's result."""
         left_out = {
-            name: [each for each in self.found.left_out.items() if each[0].startswith(asked)]
+            name: [each for each in self.found.left_out.items() if each[0].startswith(prefix)]
             for name in names
-            if (asked := f"{_NEEDED[name]} = ")
+            if (prefix := f"{_NEEDED[name]} = ")
         }
         limits = set(self.search.limited.values())
         # A refusal of sizes is a limit to declare, not an alarm.
@@ -575,7 +575,7 @@ _NEEDED = {
 }
 """Capabilities of every system, each with the scenario field that requests it."""
 _DEFAULTS = {each.name: each.default for each in fields(Numerics)} | {
-    "grads_told": Numerics().told_at
+    "reported_grads": Numerics().reported_at
 }
 
 

@@ -76,7 +76,7 @@ def confirm_norm(
 ) -> str:
     """Find rules for all gradients' norms; return the reason if there are none.
 
-    If too few gradients pass, or if no rule fits all, the norm is declared as `told`.
+    If too few gradients pass, or if no rule fits all, the norm is declared as `reported`.
 
     Args:
         search: Search whose rules already pass a few clipping cases.
@@ -99,7 +99,7 @@ def confirm_norm(
         if why and any(case not in search.limited for case in cases):
             # No refusal of sizes, so divisible sizes will not help.
             break
-    search.numerics["norm"] = "told"
+    search.numerics["norm"] = "reported"
     return why
 
 

@@ -33,7 +33,7 @@ _ROUNDS_MAX = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeptNames:
+class RankGlobals:
     """Names with rank-local data in a library."""
 
     names: tuple[str, ...]
@@ -46,9 +46,9 @@ class KeptNames:
     """Results of the cases, run again with only the changed names swapped."""
 
 
-def find_kept_names(
+def find_rank_globals(
     target: Target, scenarios: Sequence[Scenario], *, packages: Collection[str]
-) -> KeptNames:
+) -> RankGlobals:
     """Run cases with all names swapped until nothing new is imported, and return changed names.
 
     Args:
@@ -86,7 +86,7 @@ def find_kept_names(
             state = RankLocalState(replace(declared, names=kept), ranks_max=scenario.world.size)
             backend = Simulated(worlds=worlds, target=target, own=state)
             results.append(judge_case(scenario, backend))
-    return KeptNames(
+    return RankGlobals(
         names=kept,
         packages=tuple(packages),
         looked_at=len(names),

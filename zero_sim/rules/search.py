@@ -14,7 +14,7 @@ from zero_sim.backends.worlds import WorldPool
 from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.findings.records import CaseResult, Finding
 from zero_sim.reference import DIVIDE_RULES
-from zero_sim.rules.declared import Asked, declared_by, in_words, with_change
+from zero_sim.rules.declared import WithNumerics, declared_by, in_words, with_change
 from zero_sim.rules.judging import run_case
 from zero_sim.run.refused_sizes import refused_size
 from zero_sim.scenario.checks import Check
@@ -31,12 +31,12 @@ _OF_UPDATES = (Check.EQUALITY_STATE, Check.EQUALITY_MASTER)
 _ROUNDING_ULP = 64
 _OF_GRADS = (Check.EQUALITY_GRAD, Check.EQUALITY_STATE, Check.EQUALITY_MASTER)
 _REPORT_FORMS: Sequence[Mapping[str, Any]] = (
-    {"grads_told": "after-division"},
-    {"told_dtype": "fp32"},
-    {"grads_told": "after-division", "told_dtype": "fp32"},
-    {"grads_told": "after-clip"},
-    {"told_dtype": "param"},
-    {"grads_told": "after-division", "told_dtype": "param"},
+    {"reported_grads": "after-division"},
+    {"reported_dtype": "fp32"},
+    {"reported_grads": "after-division", "reported_dtype": "fp32"},
+    {"reported_grads": "after-clip"},
+    {"reported_dtype": "param"},
+    {"reported_grads": "after-division", "reported_dtype": "param"},
 )
 """Forms in which a gradient may be reported, tried if nothing else is known."""
 _SUM_RULES: Sequence[Mapping[str, Any]] = (
@@ -59,7 +59,7 @@ _SUM_RULES: Sequence[Mapping[str, Any]] = (
 class Failed:
     """Differences under a wrong declaration."""
 
-    said: Mapping[str, Any]
+    candidate: Mapping[str, Any]
     case: str
     passed: int
     """Number of earlier cases, which passed under the same declaration."""
@@ -86,7 +86,7 @@ class Failed:
         many = "" if first.differ_count is None else f", {first.differ_count} elements"
         of = "" if first.compared_count is None or not many else f" of {first.compared_count}"
         return (
-            f"the nearest, Numerics({in_words(self.said, empty='')}), differs in case "
+            f"the nearest, Numerics({in_words(self.candidate, empty='')}), differs in case "
             f"{self.case!r}: {first.check}: {first.message}{step}{param}{many}{of}"
         )
 
@@ -99,8 +99,8 @@ class Failed:
         return (
             f"an update that differs from torch's {class_of(spec).__name__}, first by {first.ulp} "
             f"ulp: {first.message}, although no gradient differs by "
-            f"Numerics({in_words(self.said, empty='')}). If this rounding is intended, declare "
-            "`reference_optimizer` or `reference_step`."
+            f"Numerics({in_words(self.candidate, empty='')}). If this rounding is intended, "
+            "declare `reference_optimizer` or `reference_step`."
         )
 
 
@@ -110,7 +110,7 @@ class _Tried:
 
     sums: bool
     always_guesses: bool
-    said: list[dict[str, Any]] = field(default_factory=list)
+    candidates: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -133,18 +133,18 @@ class RuleSearch:
     """Differences under the nearest declaration in the current `settle`."""
     _grads_differed: bool = False
 
-    def judge(self, case: Scenario, said: Mapping[str, Any] | None = None) -> CaseResult | str:
+    def judge(self, case: Scenario, candidate: Mapping[str, Any] | None = None) -> CaseResult | str:
         """Return a case's result under some rules, or the reason why there is none.
 
-        `said` has fields of `Numerics`; None for the rules found so far.
+        `candidate` has fields of `Numerics`; None for the rules found so far.
         """
         self.cases += 1
         try:
             # Declared explicitly, because the search tries the other forms.
-            rules: dict[str, Any] = {"grads_told": "before-division"}
-            rules |= self.numerics if said is None else said
-            asked = Asked(self.target, Numerics(**rules))
-            result = run_case(case, pool=self.pool, target=asked)
+            rules: dict[str, Any] = {"reported_grads": "before-division"}
+            rules |= self.numerics if candidate is None else candidate
+            with_rules = WithNumerics(self.target, Numerics(**rules))
+            result = run_case(case, pool=self.pool, target=with_rules)
         except (UsageError, EnvironmentProblem) as error:
             # The first problem is enough.
             return " ".join(line.strip() for line in str(error).splitlines()[:2])
@@ -166,10 +166,10 @@ class RuleSearch:
         # The second attempt guesses report forms even if findings have proposals.
         for always_guesses in (False, True):
             tried = _Tried(sums=sums, always_guesses=always_guesses)
-            said = self._fitting(cases, dict(self.numerics), tried=tried, depth=_DEPTH)
+            candidate = self._fitting(cases, dict(self.numerics), tried=tried, depth=_DEPTH)
             passed = [case for case in cases if case not in self.limited]
-            if said is not None and passed:
-                self.numerics = said
+            if candidate is not None and passed:
+                self.numerics = candidate
                 self.passed.extend(passed)
                 return ""
             if not self._grads_differed:
@@ -179,7 +179,7 @@ class RuleSearch:
     def _fitting(
         self,
         cases: Sequence[Scenario],
-        said: dict[str, Any],
+        candidate: dict[str, Any],
         *,
         tried: _Tried,
         depth: int,
@@ -187,11 +187,11 @@ class RuleSearch:
     ) -> dict[str, Any] | None:
         """Return a declaration under which all cases pass, led by findings; None without one."""
         # A depth-first search. Declarations already tried are not repeated.
-        tried.said.append(said)
+        tried.candidates.append(candidate)
         for passed, case in enumerate(cases):
             if case in self.limited:
                 continue
-            result = self.judge(case, said)
+            result = self.judge(case, candidate)
             if isinstance(result, str):
                 self.why = self.why or result
                 # Refused sizes are omitted; any other problem ends this path.
@@ -200,11 +200,11 @@ class RuleSearch:
                 return None
             if result.verdict != "fail":
                 continue
-            self._note(result, said, case=case, passed=passed)
+            self._note(result, candidate, case=case, passed=passed)
             changes, guessed = self._changes(result, tried=tried, may_guess=may_guess)
             for change in changes if depth else ():
-                changed_to = with_change(said, change)
-                if changed_to in tried.said or len(tried.said) >= _TRIED_MAX:
+                changed_to = with_change(candidate, change)
+                if changed_to in tried.candidates or len(tried.candidates) >= _TRIED_MAX:
                     continue
                 found = self._fitting(
                     # The failing case first, because it decides.
@@ -217,7 +217,7 @@ class RuleSearch:
                 if found is not None:
                     return found
             return None
-        return said
+        return candidate
 
     def _changes(
         self, result: CaseResult, *, tried: _Tried, may_guess: bool
@@ -238,17 +238,17 @@ class RuleSearch:
             return _SUM_RULES, True
         if check is Check.EQUALITY_NORM:
             # Any norm form can be judged by the reported norm.
-            return (*changes, {"norm": "told"}), False
+            return (*changes, {"norm": "reported"}), False
         return changes, False
 
     def _note(
-        self, result: CaseResult, said: Mapping[str, Any], *, case: Scenario, passed: int
+        self, result: CaseResult, candidate: Mapping[str, Any], *, case: Scenario, passed: int
     ) -> None:
         first = result.findings[0]
         self.why = self.why or f"{first.check}: {first.message}"
         self._grads_differed = self._grads_differed or first.check in _OF_GRADS
         failed = Failed(
-            said=said,
+            candidate=candidate,
             case=case.name,
             passed=passed,
             finding=first,

@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from zero_sim.findings.compare import same_bits
-from zero_sim.judge.explaining import Seen
+from zero_sim.judge.explaining import Observation
 from zero_sim.judge.rules_tried import RulesTried, What
 from zero_sim.reference import StepAgain
 
@@ -47,7 +47,7 @@ class Trial:
         self._what: What = what
         self._alternatives = alternatives
         self._expected = expected
-        self._agreed: list[Seen] = []
+        self._agreed: list[Observation] = []
         """Places that agreed before the first difference."""
         self._tried = 0
         self.fitting: dict[str, StepAgain] | None = None
@@ -55,25 +55,25 @@ class Trial:
         self.shows_state = False
         """True if optimizer state was observed, which shows a gradient's factor."""
 
-    def agree(self, seen: Seen) -> None:
+    def agree(self, observation: Observation) -> None:
         """Record a place without a difference."""
         # Nothing has differed yet.
         if self.fitting is None:
-            self._agreed.append(seen)
+            self._agreed.append(observation)
         else:
-            self._keep(seen, self._wanted(seen))
+            self._keep(observation, self._wanted(observation))
 
-    def differ(self, seen: Seen, got: Mapping[str, Tensor]) -> None:
+    def differ(self, observation: Observation, got: Mapping[str, Tensor]) -> None:
         """Record a difference at a place, where a rank has `got`."""
         # Later places can only exclude alternatives.
         if self.fitting is not None:
-            self._keep(seen, got)
+            self._keep(observation, got)
             return
         # Two changes only if no single change fits.
         for some in (self._alternatives.singles, self._alternatives.pairs):
             self.fitting = {**some()}
             self._tried += len(self.fitting)
-            self._keep(seen, got)
+            self._keep(observation, got)
             # An alternative must not change these places.
             for earlier in self._agreed:
                 self._keep(earlier, self._wanted(earlier))
@@ -81,16 +81,18 @@ class Trial:
                 break
         self._agreed.clear()
 
-    def _wanted(self, seen: Seen) -> Mapping[str, Tensor]:
-        return seen.pick(self._expected)
+    def _wanted(self, observation: Observation) -> Mapping[str, Tensor]:
+        return observation.pick(self._expected)
 
-    def _keep(self, seen: Seen, got: Mapping[str, Tensor]) -> None:
+    def _keep(self, observation: Observation, got: Mapping[str, Tensor]) -> None:
         """Keep the alternatives that give a rank's tensors at a place."""
         assert self.fitting is not None
         # Several tensors include optimizer state as well as the param.
         self.shows_state |= len(got) > 1
         self.fitting = {
-            rule: by for rule, by in self.fitting.items() if _same(seen.pick(by.at(seen.rank)), got)
+            rule: by
+            for rule, by in self.fitting.items()
+            if _same(observation.pick(by.at(observation.rank)), got)
         }
 
     def outcome(self) -> RulesTried | None:

@@ -82,14 +82,14 @@ def build_contexts(
             rules=rules_of(target, dp_cp_group.scenario, added_in=added_in),
         )
         reference = _built(build, references, index, trajectory=trajectory)
-        observed = _places_of(rank, dp_cp_group.ranks)
+        observed_ranks = _places_of(rank, dp_cp_group.ranks)
         group = JudgedGroup(
             scenario=replayed,
             numerics=numerics,
             ownership=Ownership(replayed, held=reference.held),
             world_ranks=dp_cp_group.ranks,
             first_step=segment.start,
-            sees_all=len(observed) == replayed.world.size,
+            sees_all=len(observed_ranks) == replayed.world.size,
             explainer=view.explainer,
             recorder=getattr(target, "layout_recorder", None),
         )
@@ -97,7 +97,7 @@ def build_contexts(
             group,
             reference=reference,
             order_seed=segment.scenario.run.seed,
-            observed=observed,
+            observed_ranks=observed_ranks,
             # The second step, because a leak per step shows only then.
             weighed_step=min(segment.start + 1, segment.stop - 1),
             calls_made=view.calls_made,
@@ -169,7 +169,7 @@ def _can_share(segment: Segment, *, target: Target) -> bool:
         and is_plain
         and all(
             # A reported norm is an input of the step, so each reference must compute its own step.
-            numerics_of(target, each.scenario).norm != "told"
+            numerics_of(target, each.scenario).norm != "reported"
             for each in dp_cp_groups_of(scenario)
         )
     )

@@ -54,8 +54,8 @@ def dp_cp_groups_of(scenario: Scenario) -> tuple[DpCpGroup, ...]:
     return tuple(
         DpCpGroup(
             ranks=ranks,
-            scenario=_as_seen_by(scenario, ranks, index),
-            uncounted=_copies_at(scenario, topology.coordinates(ranks[0])),
+            scenario=_as_viewed_by(scenario, ranks, index),
+            uncounted=_replicas_at(scenario, topology.coordinates(ranks[0])),
         )
         for index, ranks in enumerate(groups)
     )
@@ -85,20 +85,20 @@ def _part(
             data=replace(scenario.data, nan=nan),
         ),
         # This reference also has the params of other parts, but other groups count them.
-        uncounted=(*_copies_at(scenario, place), *elsewhere),
+        uncounted=(*_replicas_at(scenario, place), *elsewhere),
         tp_index=place["tp"],
         elsewhere=elsewhere,
     )
 
 
-def _copies_at(scenario: Scenario, place: Mapping[str, int]) -> tuple[str, ...]:
+def _replicas_at(scenario: Scenario, place: Mapping[str, int]) -> tuple[str, ...]:
     """Return name endings of params that ranks at this place do not count in the norm."""
     spec = scenario.topology
     # Only index 0 counts a copy.
     return (*(spec.shared if place["tp"] else ()), *(spec.tied if place["pp"] else ()))
 
 
-def _as_seen_by(scenario: Scenario, ranks: Sequence[int], index: int) -> Scenario:
+def _as_viewed_by(scenario: Scenario, ranks: Sequence[int], index: int) -> Scenario:
     nan = scenario.data.nan
     if nan is not None:
         # From world rank to group rank. A NaN in another group does not matter here.

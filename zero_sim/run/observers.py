@@ -19,14 +19,14 @@ from zero_sim.cost.peaks import watch_own_peaks, watch_peaks
 from zero_sim.cost.staging import check_staging, staged_bytes
 from zero_sim.cost.volume import held_sizes_of
 from zero_sim.errors import ProtocolError
-from zero_sim.judge.checks.given_back import (
+from zero_sim.judge.checks.observed_step import RankNotes
+from zero_sim.judge.checks.unwrapped import (
     Hook,
     ModuleNote,
-    check_given_back,
+    check_unwrapped,
     hooks_of,
     note_module,
 )
-from zero_sim.judge.checks.shown import RankNotes
 from zero_sim.judge.forward_reads import ForwardReads
 from zero_sim.judge.harness import RankTime
 from zero_sim.judge.judge import Judge
@@ -160,12 +160,12 @@ def _watch_memory(
             watch_peaks(recorder, bare.module, names=bare.names, sizes=bare.sizes, **at)
     if system.step_buffer_elems is not None:
         recorder.with_updates = True
-        owed = staged_bytes(bare.sizes, **at)
-        recorder.forms.append(partial(check_staging, owed=owed, step=step, rank=rank))
+        wanted = staged_bytes(bare.sizes, **at)
+        recorder.forms.append(partial(check_staging, wanted=wanted, step=step, rank=rank))
     if system.checkpoints != "none" and isinstance(costed, CheckpointedEngine):
         recorder.kept = costed.checkpoint_bytes
-        owed = checkpoint_bytes(**at)
-        recorder.forms.append(partial(check_checkpoints, owed=owed, step=step, rank=rank))
+        wanted = checkpoint_bytes(**at)
+        recorder.forms.append(partial(check_checkpoints, wanted=wanted, step=step, rank=rank))
     return recorder if recorder.forms else None
 
 
@@ -264,7 +264,7 @@ class UnwrapObserver(Observer):
         with it.rank_time.caused_by_harness():
             module = it.engine.unwrap()
         with it.rank_time.harness():
-            found = check_given_back(
+            found = check_unwrapped(
                 module,
                 self._note,
                 held=held,

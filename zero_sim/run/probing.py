@@ -107,18 +107,18 @@ def measure_orders(
             look = _Look(group=group, order=order, device=device, alive=real_rank.channel.alive)
             arrangement, drifts = look.at(known.arrangement, new)
             if real_rank.rank == members[0]:
-                told = None if arrangement is None else arrangement.as_dict()
+                words = None if arrangement is None else arrangement.as_dict()
                 # Plain lists, because exchanges are JSON.
-                found.append([list(members), told, drifts])
+                found.append([list(members), words, drifts])
         # The case still needs the world's own group.
         if group is not None and group is not dist.group.WORLD:
             dist.destroy_process_group(group)
     # Each communicator's first rank reports, so that all processes know the same.
     all_found = real_rank.channel.exchange(found, size=process_count, about=about)
     drifts = []
-    for ranks, told, wrong in (each for one in all_found for each in one):
+    for ranks, words, wrong in (each for one in all_found for each in one):
         known = real_rank.memory[tuple(ranks)]
-        known.arrangement = None if told is None else Arrangement.from_dict(told)
+        known.arrangement = None if words is None else Arrangement.from_dict(words)
         # Later cases skip verified calls only.
         if not wrong:
             for need in needs[tuple(ranks)]:
@@ -135,7 +135,7 @@ def _set_arrangements(
     memory: Mapping[tuple[int, ...], Known],
 ) -> list[str]:
     """Set the known arrangements in the judges, and return them in words."""
-    told = []
+    words = []
     for context in contexts:
         ranks = context.dp_cp_group.ranks
         arrangements = {}
@@ -148,8 +148,8 @@ def _set_arrangements(
     for members in needs:
         seen = memory[members].arrangement
         if seen is not None:
-            told.append(f"probe: ranks {list(members)} add as {in_words(seen)}")
-    return told
+            words.append(f"probe: ranks {list(members)} add as {in_words(seen)}")
+    return words
 
 
 def needs_of(
@@ -223,9 +223,9 @@ class _Look:
         """Return the arrangement, if any, and the calls that add differently."""
         # Recover it once per communicator, then verify it for every call.
         if self.order in ARRANGED and arrangement is None:
-            arrangement, told = arrangement_of(self.group, device=self.device)
+            arrangement, words = arrangement_of(self.group, device=self.device)
             if arrangement is None:
-                return None, [f"drift: expected an arrangement of {self.order}, observed {told}"]
+                return None, [f"drift: expected an arrangement of {self.order}, observed {words}"]
         wrong = [each for each in calls if self.first_wrong(arrangement, *each) is not None]
         # Large calls may use more channels than the small call that recovered the arrangement.
         if wrong and arrangement is not None and len(arrangement.rings) == 1:

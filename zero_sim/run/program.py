@@ -272,7 +272,7 @@ def _build(
         bare = BareModule(module, read_step=segment.read_step, rank_time=rank_time)
     system = target.build(module, scenario=scenario, group=group)
     costs = costs_of(target, scenario, engine=system)
-    engine = complete(system, model=model, asking=rank_time.engine)
+    engine = complete(system, model=model, charging=rank_time.engine)
     _check_can_reload(engine, segment, target=target)
     return bare, engine, costs
 

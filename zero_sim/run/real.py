@@ -26,18 +26,18 @@ from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.judge.step_digests import StepDigests, digests_of
 from zero_sim.reference import ReferenceStep
 from zero_sim.run.contexts import View
-from zero_sim.run.grads_told import ToldAt
 from zero_sim.run.probing import OrderDrift, measure_orders
 from zero_sim.run.program import Segment, build_program, segments_of
 from zero_sim.run.rank_local import as_in_new_process
-from zero_sim.run.trial import Trial
+from zero_sim.run.report_point import WithReportPoint
+from zero_sim.run.running_case import RunningCase
 from zero_sim.scenario.decode import adapter
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import RankFailed
 from zero_sim.targets import Target, import_target
 from zero_sim.targets.recorded import Record, Replayed
 
-TELLER = 0
+REFERENCE_RANK = 0
 """Rank whose process computes steps for all."""
 _BEGIN_SECONDS = 1.0
 """Longest wait for a step's beginning; less than other ranks wait for a lost rank."""
@@ -58,7 +58,7 @@ class WiredSteps:
     def __init__(self, channel: SideChannel, *, stall_seconds: float) -> None:
         self._channel = channel
         self._stall_seconds = stall_seconds
-        self.are_digests = channel.rank != TELLER
+        self.are_digests = channel.rank != REFERENCE_RANK
         self._sends = not self.are_digests
         """False if the other processes compute their own steps."""
 
@@ -68,13 +68,15 @@ class WiredSteps:
             return None
         # Poll, because a store's wait prints to stderr at its timeout.
         begin_by = time.monotonic() + _BEGIN_SECONDS
-        while not self._channel.has_told(TELLER, about=f"owing {step}"):
+        while not self._channel.has_sent(REFERENCE_RANK, about=f"owing {step}"):
             if time.monotonic() > begin_by:
                 return None
             time.sleep(_LOOK_SECONDS)
         try:
             # The step has begun, so wait as long as a step may take.
-            sent = self._channel.hear(TELLER, about=f"owed {step}", seconds=self._stall_seconds)
+            sent = self._channel.receive(
+                REFERENCE_RANK, about=f"owed {step}", seconds=self._stall_seconds
+            )
         except (RankGone, TimeoutError):
             return None
         return None if sent is None else [StepDigests(**each) for each in sent]
@@ -82,7 +84,7 @@ class WiredSteps:
     def begin(self, step: int) -> None:
         """Send that a step has begun."""
         if self._sends:
-            self._channel.tell({}, about=f"owing {step}")
+            self._channel.send({}, about=f"owing {step}")
 
     def keep(
         self,
@@ -111,7 +113,7 @@ class WiredSteps:
             self._sends = False
 
     def _send(self, step: int, steps: Sequence[dict[str, Any]] | None) -> None:
-        self._channel.tell(steps, about=f"owed {step}")
+        self._channel.send(steps, about=f"owed {step}")
 
     def close(self, steps: int) -> None:
         """Withdraw all messages in a case, so that no process waits for further steps."""
@@ -138,7 +140,7 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
             - `order`: order in which ranks fold data, or null for the backend's own
             - `added_in`: the resulting order
             - `target`: `module:name` of the system under test, or empty for the scenario's
-            - `grads_told`: point inferred for the target, or empty
+            - `reported_grads`: point inferred for the target, or empty
             - `layout`: `Record` of a second layout, as JSON, or null
             - `explainer`: `module:name` of a class that explains differences, or empty
             - `device`: device of the ranks, `cpu` or `cuda`
@@ -160,36 +162,36 @@ def judge_rank(payload: Mapping[str, Any], real_rank: RealRank) -> dict[str, Any
         wired=wired,
         explainer=payload["explainer"],
     )
-    trial = Trial(device=payload["device"], added_in=payload["added_in"])
+    running = RunningCase(device=payload["device"], added_in=payload["added_in"])
 
     def find() -> Target:
         target = import_target(payload["target"] or scenario.system.target)
-        point, layout = payload["grads_told"], payload.get("layout")
-        target = ToldAt(target, point) if point else target
+        point, layout = payload["reported_grads"], payload.get("layout")
+        target = WithReportPoint(target, point) if point else target
         return target if layout is None else Replayed(target, Record.from_list(layout))
 
     try:
         # Another rank gave up, and reports the reason itself.
         with contextlib.suppress(RankGone):
-            trial.run(segments, ranks, find=find)
+            running.run(segments, ranks, find=find)
     except OrderDrift as drift:
-        trial.drifts = drift.drifts
+        running.drifts = drift.drifts
     # Report a harness error like a finding, because the other processes wait for a report.
     except Exception as error:  # noqa: BLE001
-        trial.fail(JudgeFailed(error, traceback.format_exc()), rank=real_rank.rank)
-    if trial.failure is not None:
+        running.fail(JudgeFailed(error, traceback.format_exc()), rank=real_rank.rank)
+    if running.failure is not None:
         # Other ranks may wait in a collective until this rank's end of the group is destroyed. The
         # system's objects may keep it alive in reference cycles, so collect them.
-        real_rank.last_words = f"{trial.failure.message}\n{trial.failure.detail}"
+        real_rank.last_words = f"{running.failure.message}\n{running.failure.detail}"
         gc.collect()
     # Other ranks may still wait for an exchange that this rank no longer reaches.
     abouts = ("joined", "facts", "orders", "wrong", "left")
     real_rank.channel.withdraw(
         [f"{what} {index}" for index in range(len(segments)) for what in abouts]
     )
-    if real_rank.rank == TELLER:
+    if real_rank.rank == REFERENCE_RANK:
         wired.close(scenario.run.steps)
-    return trial.report().as_dict()
+    return running.report().as_dict()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,7 +209,7 @@ class _OwnRank:
     explainer: str
     """Class that explains differences; see `JudgedGroup`."""
 
-    def run(self, segment: Segment, index: int, trial: Trial, *, target: Target) -> None:
+    def run(self, segment: Segment, index: int, running: RunningCase, *, target: Target) -> None:
         """Run a segment, as in `Ranks`.
 
         Raises:
@@ -217,25 +219,25 @@ class _OwnRank:
         real_rank, scenario = self.real_rank, segment.scenario
         view = View(rank=real_rank.rank, wired=self.wired, explainer=self.explainer)
         # Every process has judges for all groups, because a reference replays all ranks.
-        contexts = trial.build_contexts(segment, target=target, view=view)
+        contexts = running.build_contexts(segment, target=target, view=view)
 
         rank_time = RankTime(self._show_life)
 
         def share_facts(rank: int, facts: Facts | None) -> None:
-            said = None if facts is None else facts.as_dict()
+            data = None if facts is None else facts.as_dict()
             # Every process needs facts about all ranks before the first step.
-            all_facts = self._exchange(said, about=f"facts {index}")
+            all_facts = self._exchange(data, about=f"facts {index}")
             with rank_time.harness():
                 for each in contexts:
                     for place, world_rank in enumerate(each.dp_cp_group.ranks):
                         each.judge.note_facts(place, Facts.from_dict(all_facts[world_rank]))
             if self.probe:
-                trial.measured = measure_orders(
+                running.measured = measure_orders(
                     contexts,
                     scenario,
                     real_rank=real_rank,
                     process_count=self.processes,
-                    device=trial.device,
+                    device=running.device,
                     about=f"orders {index}",
                 )
 
@@ -252,7 +254,7 @@ class _OwnRank:
             segment,
             contexts=contexts,
             target=target,
-            outcome=trial.outcome,
+            outcome=running.outcome,
             rank_time=rank_time,
             share_facts=share_facts,
         )
@@ -265,11 +267,12 @@ class _OwnRank:
             ):
                 try:
                     # Note missing names once per case, not once per world.
-                    notes = trial.outcome.notes if index == 0 else None
+                    notes = running.outcome.notes if index == 0 else None
                     with as_in_new_process(target, ranks_max=self.processes, notes=notes):
                         program(real_rank.rank)
                 except (Exception, SystemExit):
-                    trial.raised_at = time.time()  # Before other ranks raise because this one left.
+                    # Before other ranks raise because this one left.
+                    running.raised_at = time.time()
                     raise
         except (RankGone, OrderDrift):
             raise

@@ -15,11 +15,11 @@ from zero_sim.backends.team import Ending, Teams
 from zero_sim.backends.transports import find_transport
 from zero_sim.backends.worlds import WorldPool
 from zero_sim.findings.records import CaseResult, Finding
-from zero_sim.run.grads_told import Point, ToldAt, judge_as_told
 from zero_sim.run.layout_pair import record_layout
 from zero_sim.run.probing import OrderDrift
 from zero_sim.run.program import folder_for
 from zero_sim.run.real import judge_rank, processes_of
+from zero_sim.run.report_point import Point, WithReportPoint, judge_at_report_point
 from zero_sim.run.reports import CaseRun, Failure, Report
 from zero_sim.run.runner import judge_case
 from zero_sim.run.setup import OWN_ORDERS, Setup, judge_drifted
@@ -29,7 +29,7 @@ from zero_sim.scenario.checks import Check
 from zero_sim.scenario.decode import adapter
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import import_target, refusals
-from zero_sim.targets.numerics import GradsTold
+from zero_sim.targets.numerics import ReportedGrads
 from zero_sim.targets.recorded import Record
 
 _OPTIMIZER_IMPORT = "torch._dynamo"
@@ -111,14 +111,14 @@ class RealJudge:
     def _judge_by_point(self, scenario: Scenario) -> CaseResult:
         if not self._target:
             return self._judge(scenario)  # Registered targets declare where they report gradients.
-        return judge_as_told(
+        return judge_at_report_point(
             scenario,
             judge=self._judge,
             find=lambda: import_target(self._target),
             known=self._points[self._target],
         )
 
-    def _judge(self, scenario: Scenario, point: GradsTold | None = None) -> CaseResult:
+    def _judge(self, scenario: Scenario, point: ReportedGrads | None = None) -> CaseResult:
         # Check before any process starts.
         self.setup.check(scenario)
         started = time.perf_counter()
@@ -135,7 +135,7 @@ class RealJudge:
         return replace(result, seconds=time.perf_counter() - started)
 
     def _second_layout(
-        self, scenario: Scenario, point: GradsTold | None
+        self, scenario: Scenario, point: ReportedGrads | None
     ) -> tuple[Record | None, CaseResult | None]:
         """Run a case's second layout, if any, on simulated ranks."""
         if scenario.pair is None:
@@ -149,7 +149,7 @@ class RealJudge:
             backend = Simulated(worlds=worlds)
             return record_layout(
                 scenario,
-                ToldAt(target, point) if point else target,
+                WithReportPoint(target, point) if point else target,
                 judge=lambda case, each: judge_case(
                     case, replace(backend, target=each), with_digest=False
                 ),
@@ -165,7 +165,7 @@ class RealJudge:
                 # Judges always need the order, even if it is the backend's own.
                 "added_in": self.setup.order_of(scenario) or OWN_ORDERS[self.setup.backend],
                 "target": self._target,
-                "grads_told": point,
+                "reported_grads": point,
                 # Explanations replay steps, which a recorded layout does not support.
                 "explainer": "" if record else self._explainer,
                 "layout": None if record is None else record.as_list(),

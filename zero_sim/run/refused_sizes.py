@@ -31,10 +31,10 @@ def refused_size(result: CaseResult) -> str:
         return ""
     # The innermost frame raised the error.
     file, line, statement = frames[-1]
-    said = first.message[raised.end() :].lstrip(": ")
+    wording = first.message[raised.end() :].lstrip(": ")
     # torch's own checks do not count, because a system must not pass sizes that torch refuses.
     is_theirs = is_of_user(file) and "torch" not in Path(file).parts
-    if not is_theirs or not (_REMAINDER.match(statement) or _DIVISIBLE.search(said)):
+    if not is_theirs or not (_REMAINDER.match(statement) or _DIVISIBLE.search(wording)):
         return ""
     # Prefer the statement, because the message may contain this case's numbers.
-    return f"{raised[1]} at {Path(file).name}:{line}: {statement or said}"
+    return f"{raised[1]} at {Path(file).name}:{line}: {statement or wording}"

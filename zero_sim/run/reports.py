@@ -57,7 +57,7 @@ class Report:
     accuracy: float | None = None
     other_version: str = ""
     """Installed version of the system's library, in words; empty for the supported version."""
-    said: Sequence[str] = ()
+    system_notes: Sequence[str] = ()
     """The system's notes about the run."""
     buffer_maps: Sequence[BufferMap | None] = ()
     """Buffer maps for first findings, by entry in `judged`; only in a simulated world."""
@@ -122,7 +122,9 @@ def result_of(scenario: Scenario, ran: CaseRun, *, with_digest: bool = True) -> 
     judged = _judged_by_all(ran.reports)
     found = [finding for report in ran.reports for finding in report.found]
     # From the first process with notes, because others would repeat them.
-    said = [*next((report.said for report in ran.reports if report.said), ())]
+    system_notes = [
+        *next((report.system_notes for report in ran.reports if report.system_notes), ())
+    ]
     for failure in raised:
         # A system's errors become findings below.
         if failure.kind == "system":
@@ -131,14 +133,14 @@ def result_of(scenario: Scenario, ran: CaseRun, *, with_digest: bool = True) -> 
         if not found and not any(each.findings for each in judged):
             return _not_judged(scenario, failure)
         # Earlier findings stand, because they may have led to this failure.
-        said.append(f"{failure.message}, after the findings")
+        system_notes.append(f"{failure.message}, after the findings")
     observations = Observations(
         judged=judged,
         # Lost ranks come first, because other ranks fail after them.
         failures=(*found, *(_rank_failed(each) for each in raised if each.kind == "system")),
         faults=[record for log in ran.logs for record in log.faults],
         accuracy=next((each.accuracy for each in ran.reports if each.accuracy is not None), None),
-        said=said,
+        system_notes=system_notes,
         notes=ran.notes,
         collectives=sum(len(log.collectives) - len(log.harness) for log in ran.logs),
         # A log per world; a case with a reload has two.

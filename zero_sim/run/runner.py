@@ -10,13 +10,13 @@ from weakref import WeakKeyDictionary
 from zero_sim.backends.worlds import WorldPool
 from zero_sim.findings.records import CaseResult
 from zero_sim.host import supervisor
-from zero_sim.run.grads_told import Point, ToldAt, judge_as_told
+from zero_sim.run.report_point import Point, WithReportPoint, judge_at_report_point
 from zero_sim.run.reports import CaseRun, result_of
 from zero_sim.run.simulated import Simulated
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.targets import Target, find_target, refusals
-from zero_sim.targets.numerics import GradsTold
+from zero_sim.targets.numerics import ReportedGrads
 
 _POINTS: WeakKeyDictionary[WorldPool, list[tuple[Target, Point]]] = WeakKeyDictionary()
 """Inferred points by pool of worlds. A list of pairs, because targets may not be hashable."""
@@ -92,15 +92,19 @@ def judge_simulated(
     if target is None:  # Registered targets declare their point.
         return _judge_layouts(scenario, backend, keep_logs=keep_logs, with_digest=with_digest)
 
-    def judge(case: Scenario, point: GradsTold | None) -> CaseResult:
-        told = replace(backend, target=target if point is None else ToldAt(target, point))
+    def judge(case: Scenario, point: ReportedGrads | None) -> CaseResult:
+        at_point = replace(
+            backend, target=target if point is None else WithReportPoint(target, point)
+        )
         # Inference uses other, small cases, so recorded turns and shared steps do not apply.
         if case is not scenario:
-            return judge_case(case, replace(told, turns=(), trajectories=None), with_digest=False)
-        return _judge_layouts(scenario, told, keep_logs=keep_logs, with_digest=with_digest)
+            return judge_case(
+                case, replace(at_point, turns=(), trajectories=None), with_digest=False
+            )
+        return _judge_layouts(scenario, at_point, keep_logs=keep_logs, with_digest=with_digest)
 
     known = _point_of(target, backend.worlds)
-    return judge_as_told(scenario, judge=judge, find=lambda: target, known=known)
+    return judge_at_report_point(scenario, judge=judge, find=lambda: target, known=known)
 
 
 def _judge_layouts(

@@ -10,17 +10,17 @@ from pathlib import Path
 import torch
 
 from zero_sim.backends.worlds import WorldPool
-from zero_sim.cost.overlap import check_overlap
-from zero_sim.cost.relations import check_relations, why_unrelated
-from zero_sim.cost.told import (
-    Called,
+from zero_sim.cost.declared_costs import (
+    StepCalls,
     check_bytes,
     check_control,
     check_in_flight,
     check_overlapping,
-    check_told_calls,
-    told_calls,
+    check_reported_calls,
+    reported_calls,
 )
+from zero_sim.cost.overlap import check_overlap
+from zero_sim.cost.relations import check_relations, why_unrelated
 from zero_sim.cost.volume import check_volume
 from zero_sim.findings.records import Finding
 from zero_sim.host.device import use_in_thread
@@ -31,7 +31,7 @@ from zero_sim.run.dp_cp_groups import check_crossing
 from zero_sim.run.program import GroupContext, Segment, build_program, folder_for, segments_of
 from zero_sim.run.rank_local import RankLocalState, rank_local_state
 from zero_sim.run.reports import CaseRun
-from zero_sim.run.trial import Trial
+from zero_sim.run.running_case import RunningCase
 from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import Scenario
 from zero_sim.sim import (
@@ -70,7 +70,7 @@ class Simulated:
 
     def run(self, scenario: Scenario) -> CaseRun:
         """Run a case."""
-        trial = Trial(device=self.device)
+        running = RunningCase(device=self.device)
         ranks = _AllRanks(self)
         kept = ExitStack()
 
@@ -92,10 +92,10 @@ class Simulated:
                     for segment in segments_of(scenario, folder=Path(folder))
                 )
                 threads_max = max(segment.scenario.world.size for segment in segments)
-                trial.run(segments, ranks, find=find, rank_threads=threads_max)
+                running.run(segments, ranks, find=find, rank_threads=threads_max)
             if ranks.own is not None:
-                trial.outcome.notes.extend(ranks.own.notes())
-            report = trial.report(with_buffer_maps=True)
+                running.outcome.notes.extend(ranks.own.notes())
+            report = running.report(with_buffer_maps=True)
         finally:
             torch.set_num_threads(threads)
         return CaseRun(reports=[report], notes=ranks.notes, logs=ranks.logs)
@@ -111,7 +111,7 @@ class _AllRanks:
     own: RankLocalState | None = None
     """Preparations for ranks, if the target declares rank-local state."""
 
-    def run(self, segment: Segment, index: int, trial: Trial, *, target: Target) -> None:
+    def run(self, segment: Segment, index: int, running: RunningCase, *, target: Target) -> None:
         """Run a segment, as in `Ranks`. If a world fails but no rank raised, this is a finding."""
         world = self.backend.worlds.world_for(segment.scenario)
         log = EventLog()
@@ -121,7 +121,7 @@ class _AllRanks:
             trajectories=self.backend.trajectories,
             explainer=self.backend.explainer,
         )
-        contexts = trial.build_contexts(segment, target=target, view=view)
+        contexts = running.build_contexts(segment, target=target, view=view)
         replay = None
         if index < len(self.backend.turns):
             # Not strict, because another version may issue other calls. A note reports where the
@@ -132,14 +132,14 @@ class _AllRanks:
             segment,
             contexts=contexts,
             target=target,
-            outcome=trial.outcome,
+            outcome=running.outcome,
             rank_time=RankTime(world.pause_clock),
             clock=log.moments.__len__,
         )
 
         def on_device(rank: int) -> None:
             # Each thread has its own current device.
-            use_in_thread(trial.device)
+            use_in_thread(running.device)
             with nullcontext() if self.own is None else self.own.in_rank():
                 program(rank)
 
@@ -150,7 +150,7 @@ class _AllRanks:
         except RankFailed:
             raise
         except WorldFailure as failed:
-            trial.found.append(_world_finding(failed, log.faults))
+            running.found.append(_world_finding(failed, log.faults))
             return
         finally:
             # The pool keeps the world for other targets.
@@ -161,14 +161,14 @@ class _AllRanks:
                     f"world {len(self.logs)} left the recorded turns at turn {replay.diverged_at} "
                     f"of {len(replay.turns)}"
                 )
-        trial.found.extend(
+        running.found.extend(
             check_crossing(log.collectives, [context.dp_cp_group for context in contexts])
         )
         # Costs are meaningless after a wrong value or a planned fault, which may change later
         # calls.
-        if not trial.is_wrong() and not segment.scenario.faults:
+        if not running.is_wrong() and not segment.scenario.faults:
             for context in contexts:
-                trial.found.extend(_check_costs(context, log, target=target))
+                running.found.extend(_check_costs(context, log, target=target))
 
     def is_wrong_anywhere(self, index: int, is_wrong_here: bool) -> bool:
         """Return `is_wrong_here`, because there is no other process."""
@@ -187,18 +187,20 @@ def _check_costs(context: GroupContext, log: EventLog, *, target: Target) -> Ite
     group.unobserved.update(costs.undeclared())
     if why := why_unrelated(group.scenario):
         group.unobserved.add(f"relations of calls, with {why}")
-    called = Called(log=log, windows=judge.book.windows, sizes=sizes, scenario=group.scenario)
-    volume = next(_check_volume(context, called, target=target), None)
+    step_calls = StepCalls(
+        log=log, windows=judge.book.windows, sizes=sizes, scenario=group.scenario
+    )
+    volume = next(_check_volume(context, step_calls, target=target), None)
     if volume is not None:
         yield volume
     # If the calls are wrong, so is their timing: report only the calls.
     if volume is None and costs.calls_in_flight is not None:
-        yield from check_overlapping(called, costs.calls_in_flight)
+        yield from check_overlapping(step_calls, costs.calls_in_flight)
     if volume is not None or costs.in_flight is None:
         return
     # A target's own form first; below, the closed form of our system.
     if costs.in_flight != "textbook":
-        yield from check_in_flight(called, costs.in_flight)
+        yield from check_in_flight(step_calls, costs.in_flight)
         return
     yield from check_overlap(
         log,
@@ -209,27 +211,31 @@ def _check_costs(context: GroupContext, log: EventLog, *, target: Target) -> Ite
     )
 
 
-def _check_volume(context: GroupContext, called: Called, *, target: Target) -> Iterator[Finding]:
+def _check_volume(
+    context: GroupContext, step_calls: StepCalls, *, target: Target
+) -> Iterator[Finding]:
     """Yield findings about a group's calls: declared costs first, then relations."""
     judge, scenario = context.judge, context.dp_cp_group.scenario
     group = judge.group
-    costs, records = judge.notes[0].costs, called.log.collectives
+    costs, records = judge.notes[0].costs, step_calls.log.collectives
     if costs.calls == "textbook":
-        yield from check_volume(records, judge.book.windows, sizes=called.sizes, scenario=scenario)
+        yield from check_volume(
+            records, judge.book.windows, sizes=step_calls.sizes, scenario=scenario
+        )
     elif costs.calls is not None:
-        if told_calls(group.ownership.places, held=group.ownership.param_names):
+        if reported_calls(group.ownership.places, held=group.ownership.param_names):
             has = "system.bucket_elems" in capabilities_of(target).follows
-            yield from check_told_calls(
-                called, group.ownership.places, has_bucket_elems=has, costs=costs
+            yield from check_reported_calls(
+                step_calls, group.ownership.places, has_bucket_elems=has, costs=costs
             )
         else:
             group.unobserved.add("calls of told buckets")
     if costs.volume == "textbook":
-        yield from check_bytes(replace(called, scenario=scenario), None)
+        yield from check_bytes(replace(step_calls, scenario=scenario), None)
     elif costs.volume is not None:
-        yield from check_bytes(called, costs.volume)
+        yield from check_bytes(step_calls, costs.volume)
     if costs.control_calls is not None:
-        yield from check_control(called, costs.control_calls)
+        yield from check_control(step_calls, costs.control_calls)
     yield from check_relations(
         records,
         judge.book.windows,

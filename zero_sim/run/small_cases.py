@@ -38,8 +38,8 @@ def changed(case: Scenario, name: str = "", **fields: Any) -> Scenario:
         fields: New fields by table name; a mapping of the table's fields, or a whole table.
     """
     new = {
-        table: replace(getattr(case, table), **said) if isinstance(said, Mapping) else said
-        for table, said in fields.items()
+        table: replace(getattr(case, table), **values) if isinstance(values, Mapping) else values
+        for table, values in fields.items()
     }
     return replace(case, name=name or case.name, **new)
 

@@ -97,11 +97,13 @@ def check_readers(scenario: Scenario) -> Iterator[Problem]:
         "skip": tuple(dict.fromkeys(each.param for each in model.skip)),
         "one_rank": tuple(each.param for each in model.one_rank),
     }
-    for field, said in fields.items():
-        for index, name in enumerate(said):
+    for field, names_of_field in fields.items():
+        for index, name in enumerate(names_of_field):
             # Entries of `skip` and `one_rank` are tables with a `param`; others are names.
             place = ".param" if field in ("skip", "one_rank") else ""
-            yield from _one_name(f"model.{field}[{index}]{place}", name, said[:index], names)
+            yield from _one_name(
+                f"model.{field}[{index}]{place}", name, names_of_field[:index], names
+            )
     for index, name in enumerate(model.unused):
         for field in ("tied", "skip", "one_rank"):
             if name in fields[field]:

@@ -14,8 +14,8 @@ from operator import attrgetter
 from zero_sim.errors import Problem
 from zero_sim.scenario.derived import (
     counts_over_ranks,
+    group_rank_of,
     own_micro_batches,
-    place_in_group,
     world_size_at,
 )
 from zero_sim.scenario.fields import default_at, describe_value
@@ -109,7 +109,7 @@ def _nan_has_data(scenario: Scenario) -> bool:
     # Other rules report indices out of range.
     if not (0 <= nan.rank < size and _splits(topology, size)):
         return True
-    place = place_in_group(nan.rank, topology=topology, world_size=size)
+    place = group_rank_of(nan.rank, topology=topology, world_size=size)
     return own_micro_batches(scenario.run, step=nan.step, rank=place) > nan.micro_batch
 
 

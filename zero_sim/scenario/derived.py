@@ -45,7 +45,7 @@ def world_size_at(scenario: Scenario, *, step: int) -> int:
     return reload.world_size
 
 
-def place_in_group(rank: int, *, topology: TopologySpec, world_size: int) -> int:
+def group_rank_of(rank: int, *, topology: TopologySpec, world_size: int) -> int:
     """Return a world rank's group rank: how many lower ranks its dp-cp group has."""
     sizes = {"tp": topology.tp, "cp": topology.cp, "pp": topology.pp}
     sizes["dp"] = world_size // math.prod(sizes.values())

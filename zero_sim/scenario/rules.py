@@ -317,8 +317,8 @@ def _faults(scenario: Scenario) -> Iterator[Problem]:
 def _fault_call(path: str, fault: FaultSpec) -> Iterator[Problem]:
     # A slow rank is slow during the whole run, so it has no call.
     if fault.kind == "slow":
-        said = (("call", fault.call != 0), ("at", fault.at != "call"))
-        given = [*said, ("call_stop", fault.call_stop), ("collective", fault.collective)]
+        position = (("call", fault.call != 0), ("at", fault.at != "call"))
+        given = [*position, ("call_stop", fault.call_stop), ("collective", fault.collective)]
         for name, is_given in given:
             if is_given:
                 yield Problem(

@@ -77,7 +77,7 @@ def key_of(result: CaseResult) -> Key | None:
         kind="" if first.param is None else kind_of(first.param),
         manner=first.manner or _template(first.message),
         # The first part that is not the whole buffer, because later parts are less specific.
-        place=next((name for name, tells in _places(result).items() if tells), ""),
+        place=next((name for name, is_specific in _places(result).items() if is_specific), ""),
     )
 
 
@@ -152,7 +152,7 @@ def _places(result: CaseResult) -> dict[str, bool]:
     # Neither can a map of a part of the buffer.
     if (buffer_map.start, buffer_map.stop) != (0, buffer_map.elems):
         return {}
-    return {name: tells for name, holds, tells in _claims(buffer_map) if holds}
+    return {name: is_specific for name, holds, is_specific in _claims(buffer_map) if holds}
 
 
 def _claims(buffer_map: BufferMap) -> Iterator[tuple[str, bool, bool]]:

@@ -14,7 +14,7 @@ from zero_sim.shrink.size import Order, Size, order_of, size_of
 
 CASES_MAX = 2000
 
-Stopped = Literal["cases", "seconds", "asked"]
+Stopped = Literal["cases", "seconds", "interrupt"]
 """Reason for an early end: a limit, or `is_over`."""
 
 
@@ -52,7 +52,7 @@ def shrink(
     scenario: Scenario,
     *,
     fails: Callable[[Scenario], bool],
-    may_ask: Callable[[Scenario], bool] = lambda other: True,
+    may_run: Callable[[Scenario], bool] = lambda other: True,
     limits: Limits | None = None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Reduced:
@@ -66,13 +66,13 @@ def shrink(
     Args:
         scenario: A failing case, which is not run again.
         fails: Runs a valid case, and returns True if it has the finding to keep.
-        may_ask: Returns False for a valid case that must not run.
+        may_run: Returns False for a valid case that must not run.
         limits: Limits of the search.
         is_over: Called before each case; True ends the search.
     """
     search = _Search(
         fails=fails,
-        may_ask=may_ask,
+        may_run=may_run,
         limits=limits or Limits(),
         is_over=is_over,
         best=scenario,
@@ -94,7 +94,7 @@ class _Search:
     """State of a running search."""
 
     fails: Callable[[Scenario], bool]
-    may_ask: Callable[[Scenario], bool]
+    may_run: Callable[[Scenario], bool]
     limits: Limits
     is_over: Callable[[], bool]
     best: Scenario
@@ -131,7 +131,7 @@ class _Search:
             return False
         # Add it first, so that skipped cases are not tried again either.
         self.known.add(candidate)
-        if not self.may_ask(candidate):
+        if not self.may_run(candidate):
             return False
         self.cases += 1
         if not self.fails(candidate):
@@ -141,7 +141,7 @@ class _Search:
 
     def _why_end(self) -> Stopped | None:
         if self.is_over():
-            return "asked"
+            return "interrupt"
         if self.cases >= self.limits.cases:
             return "cases"
         elapsed = time.monotonic() - self.started

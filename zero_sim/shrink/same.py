@@ -34,7 +34,7 @@ def shrink_finding(
     result: CaseResult,
     *,
     judge: Judge,
-    may_ask: Callable[[Scenario], bool],
+    may_run: Callable[[Scenario], bool],
     limits: Limits,
     is_over: Callable[[], bool] = lambda: False,
     right: Judge | None = None,
@@ -53,7 +53,7 @@ def shrink_finding(
         scenario: A failing case for which `may_shrink` is true.
         result: Its result.
         judge: Judges a case.
-        may_ask: Returns True if the target supports a case.
+        may_run: Returns True if the target supports a case.
         limits: As for `shrink`.
         is_over: As for `shrink`.
         right: Judges a case with a system that is known to be right; None without one.
@@ -86,9 +86,9 @@ def shrink_finding(
     had = settings_of(scenario) | _PLAIN_NUMBERS
 
     def may_be(other: Scenario) -> bool:
-        return all(_is_of(path, had) for path in settings_of(other)) and may_ask(other)
+        return all(_is_of(path, had) for path in settings_of(other)) and may_run(other)
 
-    reduced = shrink(scenario, fails=has_it, may_ask=may_be, limits=limits, is_over=is_over)
+    reduced = shrink(scenario, fails=has_it, may_run=may_be, limits=limits, is_over=is_over)
     # Nothing smaller fails, so the case keeps its name.
     if reduced.scenario == scenario:
         return reduced, best

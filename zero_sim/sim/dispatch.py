@@ -131,7 +131,7 @@ class _Issued:
 # [Note: CommDebugMode] CommDebugMode counts collectives by their operators in the dispatcher.
 # Functional collectives always go through the dispatcher, but collectives of `torch.distributed`
 # only in a process group's C++. A simulated group has no C++, so it reports its calls to the mode.
-def tell_modes(kind: str, *, coalesced: bool) -> None:
+def count_in_modes(kind: str, *, coalesced: bool) -> None:
     """Count a call in each CommDebugMode of the calling rank; see [Note: CommDebugMode]."""
     # Not imported here: if the program has not imported the mode, it cannot be active.
     module = sys.modules.get(_COMM_DEBUG_MODE)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zero_sim.errors import ProtocolError, UsageError, ZeroSimError
 from zero_sim.scenario.spec import CheckpointForm
 from zero_sim.targets.answers import CALLS, Answers, check_calls
-from zero_sim.targets.bare_model import Model, Seen, look_at
+from zero_sim.targets.bare_model import Model, UntrainedValue, look_at
 from zero_sim.targets.protocol import (
     CostedEngine,
     Engine,
@@ -59,27 +59,27 @@ _DEFAULTS: dict[str, object] = {
 """Return values of missing optional methods."""
 
 
-Asking = Callable[[], AbstractContextManager[object]]
+Charging = Callable[[], AbstractContextManager[object]]
 _Query = TypeVar("_Query", bound=Callable[..., Any])
 
 
 def _query(method: _Query) -> _Query:
-    """Charge a query to the engine, and run it only once within `asked_once`."""
+    """Charge a query to the engine, and run it only once within `queried_once`."""
 
     @wraps(method)
-    def ask(self: EngineAdapter, **options: object) -> object:
-        # None outside of `asked_once`, because the engine may have trained since the last query.
+    def query(self: EngineAdapter, **options: object) -> object:
+        # None outside of `queried_once`, because the engine may have trained since the last query.
         known = self._answers
         question = (method.__name__, *options.items())
         if known is not None and question in known:
             return known[question]
-        with self._asking():
+        with self._charging():
             answer = method(self, **options)
         if known is not None:
             known[question] = answer
         return answer
 
-    return ask  # pyrefly: ignore
+    return query  # pyrefly: ignore
 
 
 class EngineAdapter:
@@ -90,19 +90,19 @@ class EngineAdapter:
     Args:
         engine: The engine that a target built.
         model: The bare model; None to check types only.
-        asking: Factory of a context manager that charges a query to the engine.
+        charging: Factory of a context manager that charges a query to the engine.
     """
 
     def __init__(
-        self, engine: Engine, *, model: Model | None = None, asking: Asking = nullcontext
+        self, engine: Engine, *, model: Model | None = None, charging: Charging = nullcontext
     ) -> None:
         # Any, because optional methods are looked up by name.
         self._engine: Any = engine
         self._check = Answers(engine, model=model)
-        self._asking = asking
+        self._charging = charging
         self._has_stepped = False
         self._answers: dict[object, Any] | None = None
-        """Results within `asked_once`, by method and arguments."""
+        """Results within `queried_once`, by method and arguments."""
         # From the engine's param names to the bare model's.
         self._names = self._check.names(getattr(engine, "names", None))
         self._reported: dict[str, Tensor] = {}
@@ -136,7 +136,7 @@ class EngineAdapter:
         return hasattr(self._engine, "save") and hasattr(self._engine, "load")
 
     @contextmanager
-    def asked_once(self) -> Iterator[None]:
+    def queried_once(self) -> Iterator[None]:
         """Run each query only once within this context, in which the engine must not train."""
         # A query may run collectives. All ranks must call these equally often, so the number of
         # queries must not depend on a rank's findings.
@@ -235,27 +235,27 @@ class EngineAdapter:
     @_query
     def _params(self) -> dict[str, Tensor]:
         model = self._check.model
-        told: object = self._engine.params()
+        returned: object = self._engine.params()
         # `Answers.params` refuses any other type below.
-        if isinstance(told, Mapping):
-            told = self._without_repeats(told)
-        reported = self._check.params(told)
+        if isinstance(returned, Mapping):
+            returned = self._without_repeats(returned)
+        reported = self._check.params(returned)
         # After a step, a wrong size is a finding about the system, not a mistake in the adapter.
         if not self._has_stepped:
             self._check.sizes(reported)
         # `Answers.params` drops untrained params, so keep them here for `untrained`.
-        if model is not None and model.untrained and isinstance(told, Mapping):
-            untrained = {name: told.get(name) for name in model.untrained}
+        if model is not None and model.untrained and isinstance(returned, Mapping):
+            untrained = {name: returned.get(name) for name in model.untrained}
             self._reported = reported | {
                 name: value for name, value in untrained.items() if isinstance(value, Tensor)
             }
         return reported
 
-    def _without_repeats(self, told: Mapping[Any, Any]) -> dict[Any, Any]:
+    def _without_repeats(self, returned: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return params by their names in the bare model; repeated params go to `_repeated`."""
         once: dict[Any, Any] = {}
         self._repeated = []
-        for own, value in told.items():
+        for own, value in returned.items():
             name = self._first_name(self._names.get(own, own))
             # The first report counts; the judge compares the others with it.
             if name in once:
@@ -278,24 +278,24 @@ class EngineAdapter:
         self._params()
         return [(name, own, value.detach()) for name, own, value in self._repeated]
 
-    def untrained(self) -> Iterator[Seen]:
+    def untrained(self) -> Iterator[UntrainedValue]:
         """Yield the present values of untrained params. Calls `params` if the model has any."""
         model = self._check.model
         if model is None or not model.untrained:
             return
         self._params()
         # Read the module's params, because many engines do not report untrained params.
-        with self._asking():
+        with self._charging():
             held = {
                 self._names.get(name, name): param
                 for name, param in self._engine.module.named_parameters()
             }
-        yield from look_at(model.untrained, told=self._reported, held=held)
+        yield from look_at(model.untrained, reported=self._reported, held=held)
 
     def module_tensors(self) -> dict[str, Tensor]:
         """Return the module's present params and buffers, without DTensors."""
         # Each rank has another shard of a DTensor; `params` returns the whole param.
-        with self._asking():
+        with self._charging():
             params = dict(self._engine.module.named_parameters())
             return {
                 name: tensor.detach()
@@ -307,7 +307,7 @@ class EngineAdapter:
         """Return the scales of fp8 params from the module's buffers; None for missing scales."""
         if not names:
             return {}
-        with self._asking():
+        with self._charging():
             buffers = dict(self._engine.module.named_buffers())
         return {name: buffers.get(name + SCALE_SUFFIX) for name in names}
 
@@ -344,7 +344,7 @@ class EngineAdapter:
             return part
         return replace(part, place=replace(part.place, param=name))
 
-    # Queries may run collectives: see `asked_once`.
+    # Queries may run collectives: see `queried_once`.
     @_query
     def settings(self) -> Settings | None:
         """Return the optimizer's settings; None if the engine reports none."""
@@ -394,14 +394,14 @@ class EngineAdapter:
 
 
 def complete(
-    engine: Engine, *, model: Model | None = None, asking: Asking = nullcontext
+    engine: Engine, *, model: Model | None = None, charging: Charging = nullcontext
 ) -> EngineAdapter:
     """Wrap an engine into an adapter with all methods that the harness calls.
 
     Args:
         engine: Engine from a target's `build`. An adapter is returned unchanged.
         model: The bare model, against which return values are checked.
-        asking: As for `EngineAdapter`.
+        charging: As for `EngineAdapter`.
 
     Raises:
         ProtocolError: Required members are missing, or a method takes other arguments.
@@ -416,4 +416,4 @@ def complete(
             f"without {', '.join(missing)}. Add them; zero_sim.targets.Engine documents each."
         )
     check_calls(engine)
-    return EngineAdapter(engine, model=model, asking=asking)
+    return EngineAdapter(engine, model=model, charging=charging)

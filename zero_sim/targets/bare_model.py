@@ -107,7 +107,7 @@ def _contains(parts: Sequence[str], wanted: Sequence[str]) -> bool:
     return parts[-1] == wanted[-1] and all(part in rest for part in wanted)
 
 
-class Seen(NamedTuple):
+class UntrainedValue(NamedTuple):
     """An untrained param, with its values before and now."""
 
     name: str
@@ -118,30 +118,30 @@ class Seen(NamedTuple):
 
 
 def look_at(
-    known: Mapping[str, Untrained], *, told: Mapping[str, Tensor], held: Mapping[str, Tensor]
-) -> Iterator[Seen]:
+    known: Mapping[str, Untrained], *, reported: Mapping[str, Tensor], held: Mapping[str, Tensor]
+) -> Iterator[UntrainedValue]:
     """Yield untrained params with their present values.
 
     Args:
         known: Their values before the engine was built.
-        told: Params that the engine returned, by their names in the bare model.
+        reported: Params that the engine returned, by their names in the bare model.
         held: Params in the engine's module, by the module's names.
     """
     # See [Note: params that are never trained].
-    trained = {name: param for name, param in told.items() if name not in known}
+    trained = {name: param for name, param in reported.items() if name not in known}
     in_place = bool(trained) and all(
         _lies_at(_named(held, name), param) for name, param in trained.items()
     )
     for name, before in known.items():
-        now = told.get(name)
+        now = reported.get(name)
         if now is None:
             here = _named(held, name)
             now = here if in_place or _lies_at(here, before.place) else None
         if now is not None and _is_whole(now, before.values):
             now = now.detach().reshape(before.values.shape)
-            yield Seen(name, before.values.to(now.dtype), now)
+            yield UntrainedValue(name, before.values.to(now.dtype), now)
         else:
-            yield Seen(name, before.values, None)
+            yield UntrainedValue(name, before.values, None)
 
 
 def _named(held: Mapping[str, Tensor], name: str) -> Tensor | None:

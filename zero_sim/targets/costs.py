@@ -51,7 +51,7 @@ class Costs:
     message is a call of a few numbers, such as a norm or a flag.
 
     Example:
-        >>> costs = Costs(volume="textbook", calls="told-buckets", control_calls=2)
+        >>> costs = Costs(volume="textbook", calls="reported-buckets", control_calls=2)
         >>> list(costs.undeclared())
         ['closed form of bytes held', 'closed form of what is in flight']
     """
@@ -60,14 +60,15 @@ class Costs:
     """Bytes that a rank contributes in a step, by dtype, such as `{"float32": 4096}`. Each call
     counts the rank's input tensor. For `broadcast` and `reduce` this is the whole tensor on every
     rank, root or not. Control messages are not counted."""
-    calls: Literal["textbook", "told-buckets", "told-buckets-at-most"] | None = None
+    calls: Literal["textbook", "reported-buckets", "reported-buckets-at-most"] | None = None
     """Kind, group and elements of all calls besides control messages.
 
     - `textbook`: as in zero_sim's own system.
-    - `told-buckets`: one reduction for each bucket in `parts` (`reduced_by`, `call_elems`) and each
-      sum over ranks. If the target follows `system.bucket_elems`, buckets have about this size. If
-      parts have `gathered_by`, their buckets are gathered, and nothing else.
-    - `told-buckets-at-most`: the same, but no bucket with several params exceeds `bucket_elems`."""
+    - `reported-buckets`: one reduction for each bucket in `parts` (`reduced_by`, `call_elems`) and
+      each sum over ranks. If the target follows `system.bucket_elems`, buckets have about this
+      size. If parts have `gathered_by`, their buckets are gathered, and nothing else.
+    - `reported-buckets-at-most`: the same, but no bucket with several params exceeds
+      `bucket_elems`."""
     held: Literal["textbook"] | ByName | None = None
     """Resident bytes, by the names in the engine's `held_bytes`, a method that it must have. A
     function returns only the names it covers. Its names `whole gradients` and `whole params` bound
@@ -120,7 +121,7 @@ class Costs:
 
 _WORDS: dict[str, tuple[str, ...]] = {
     "volume": ("textbook",),
-    "calls": ("textbook", "told-buckets", "told-buckets-at-most"),
+    "calls": ("textbook", "reported-buckets", "reported-buckets-at-most"),
     "held": ("textbook",),
     "in_flight": ("textbook",),
     "calls_in_flight": (),

@@ -330,13 +330,15 @@ def reduce_ops_of(target: Target, scenario: Scenario) -> tuple[str, ...]:
     own = getattr(target, "reduce_ops", None)
     if own is None:
         return ()
-    told = _answered(target, "reduce_ops", own, scenario, wanted="name operations")
-    if not isinstance(told, tuple) or not all(hasattr(ReduceOp, str(each)) for each in told):
+    operations = _answered(target, "reduce_ops", own, scenario, wanted="name operations")
+    if not isinstance(operations, tuple) or not all(
+        hasattr(ReduceOp, str(each)) for each in operations
+    ):
         raise ProtocolError(
             f"expected `reduce_ops` of target {target.name!r} to return a tuple of names of "
-            f"torch.distributed.ReduceOp, got {shown(told)}. Try ('AVG',)."
+            f"torch.distributed.ReduceOp, got {shown(operations)}. Try ('AVG',)."
         )
-    return told
+    return operations
 
 
 def _answered(
@@ -403,7 +405,7 @@ def refusals(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
     return (*found, *(problem for problem in later if problem not in found))
 
 
-def check_asked(target: Target, scenario: Scenario) -> None:
+def check_supported(target: Target, scenario: Scenario) -> None:
     """Check that a case can run on a target.
 
     Raises:
@@ -437,9 +439,9 @@ def _own_refusals(target: Target, scenario: Scenario) -> tuple[Problem, ...]:
     if own is None:
         return ()
     # Generators must run within `_answered`, where their errors are explained.
-    asked = "return reasons why a case cannot run"
+    wanted_words = "return reasons why a case cannot run"
     reported = _answered(
-        target, "refuses", lambda case: _as_problems(own(case)), scenario, wanted=asked
+        target, "refuses", lambda case: _as_problems(own(case)), scenario, wanted=wanted_words
     )
     if not isinstance(reported, tuple) or not all(isinstance(each, Problem) for each in reported):
         wanted = "strings or zero_sim.errors.Problem"

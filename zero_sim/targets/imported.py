@@ -18,7 +18,7 @@ from typing import Any
 from zero_sim.errors import UsageError
 from zero_sim.host import supervisor
 from zero_sim.host.frames import show_error
-from zero_sim.host.signals import heard_count, interrupt, listening
+from zero_sim.host.signals import interrupt, listening, received_count
 from zero_sim.scenario.suggest import did_you_mean
 from zero_sim.targets.protocol import Target
 
@@ -35,22 +35,22 @@ def load_target(name: str) -> Target:
     Raises:
         UsageError: The module or name does not exist, its code raises, or the object is no target.
     """
-    said = f"--target {name}"
-    module = import_module(name, said=said, form="--target module:name")
+    described = f"--target {name}"
+    module = import_module(name, described=described, form="--target module:name")
     attribute = name.partition(":")[2]
-    with theirs(f"{attribute!r} of {said} to be a target, or a class to make one"):
-        target = attribute_of(module, attribute, said=said)
+    with theirs(f"{attribute!r} of {described} to be a target, or a class to make one"):
+        target = attribute_of(module, attribute, described=described)
         if isinstance(target, type):
             target = target()
-    return check_target(target, of=said)
+    return check_target(target, of=described)
 
 
-def import_module(name: str, *, said: str, form: str) -> ModuleType:
+def import_module(name: str, *, described: str, form: str) -> ModuleType:
     """Import the module in `module:name`, which runs its code.
 
     Args:
         name: `module:name`; the module may be in the current folder.
-        said: The user's option, such as `--target module:name`.
+        described: The user's option, such as `--target module:name`.
         form: The expected form of the option.
 
     Raises:
@@ -63,15 +63,15 @@ def import_module(name: str, *, said: str, form: str) -> ModuleType:
         sys.path.insert(0, here)
     # If the import ends the process, the supervisor names it.
     supervisor.note(f"the import of {name}")
-    with theirs(f"the module of {said} to be imported"):
+    with theirs(f"the module of {described} to be imported"):
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
                 raise  # The module exists, but imports a missing module.
             raise _WithoutFrames(
-                f"expected an importable module before the colon, got {said}. Run in its folder, "
-                "or install it."
+                f"expected an importable module before the colon, got {described}. Run in its "
+                "folder, or install it."
             ) from None
         except ValueError:
             # importlib raises ValueError for an empty name; otherwise the module's code raised it.
@@ -81,7 +81,7 @@ def import_module(name: str, *, said: str, form: str) -> ModuleType:
     return module
 
 
-def attribute_of(module: ModuleType, name: str, *, said: str) -> Any:
+def attribute_of(module: ModuleType, name: str, *, described: str) -> Any:
     """Return a module's attribute. Call it within `theirs`, because it may run code.
 
     Raises:
@@ -94,8 +94,8 @@ def attribute_of(module: ModuleType, name: str, *, said: str) -> Any:
     near = did_you_mean(name, (each for each in vars(module) if not each.startswith("_")))
     where = getattr(module, "__file__", None) or "no file"
     raise _WithoutFrames(
-        f"expected module {module.__name__!r} to have the name {name!r} of {said}, got no such "
-        f"name in {where}.{near}"
+        f"expected module {module.__name__!r} to have the name {name!r} of {described}, got no "
+        f"such name in {where}.{near}"
     )
 
 
@@ -147,14 +147,14 @@ def theirs(expected: str) -> Iterator[None]:
         KeyboardInterrupt: A signal such as Ctrl-C arrived.
     """
     # The signal count distinguishes Ctrl-C from a KeyboardInterrupt raised by the code.
-    before = heard_count()
+    before = received_count()
     try:
         with listening(interrupt):
             yield
     except _WithoutFrames:
         raise
     except BaseException as error:  # noqa: BLE001  Also SystemExit, which would end this process.
-        if heard_count() != before:
+        if received_count() != before:
             raise KeyboardInterrupt from None
         if isinstance(error, SystemExit):
             what = "SystemExit, which ends the process"

@@ -37,9 +37,9 @@ from zero_sim.reference import (
 from zero_sim.scenario.fields import show
 from zero_sim.scenario.spec import Scenario
 
-GradsTold = Literal["before-division", "after-division", "after-clip", "after-unscale"]
+ReportedGrads = Literal["before-division", "after-division", "after-clip", "after-unscale"]
 """Point in a step at which gradients are reported."""
-ToldDtype = Literal["sum", "param", "fp32"]
+ReportedDtype = Literal["sum", "param", "fp32"]
 """Dtype of reported gradients: the sum's, the params', or fp32."""
 
 # The reference replays a case with this word, and takes the exact rule from `Numerics.rules`.
@@ -61,7 +61,7 @@ class Numerics:
     Example:
         Rules of torch's DDP with `clip_grad_norm_`:
 
-        >>> Numerics(divide="premul", norm="of-params", clip="fp32-reciprocal").told_at
+        >>> Numerics(divide="premul", norm="of-params", clip="fp32-reciprocal").reported_at
         'before-division'
     """
 
@@ -117,7 +117,7 @@ class Numerics:
     reduce_dtype: GradDtype | None = None
     """Dtype in which ranks are summed, if it differs, as with DDP's compression hooks or FSDP's
     reduce_dtype."""
-    copies_dtype: GradDtype | None = None
+    replica_dtype: GradDtype | None = None
     """Dtype in which shard group sums are added over the replicas (`system.redundancy`), if it
     differs."""
     # These differ because momentum and weight decay move a param even if its gradient is zero.
@@ -130,7 +130,7 @@ class Numerics:
     updated, and `step` raises an ArithmeticError, RuntimeError or ValueError on every rank, like
     `clip_grad_norm_(error_if_nonfinite=True)`. Training goes on with the next step."""
     # The reference has the gradient at every point, so it can compare any of them.
-    grads_told: GradsTold | None = None
+    reported_grads: ReportedGrads | None = None
     """Point in the step at which `parts` or `.grad` report gradients.
 
     - `before-division`: as returned by the collective, before any division after the sum.
@@ -141,7 +141,7 @@ class Numerics:
       running cases on 3 ranks, with SGD if the target supports it.
 
     If an engine reports masters and state without gradients, return `OwnedPart(grad=None)`."""
-    told_dtype: ToldDtype = "sum"
+    reported_dtype: ReportedDtype = "sum"
     """Dtype of reported gradients: the sum's, the params', or fp32."""
     # A norm of rounded norms has other bits than the root of a single fp64 sum.
     norm: Norm = "of-elements"
@@ -155,7 +155,7 @@ class Numerics:
     - `of-own-params`: each rank takes a norm of each of its parts of params, and the norm of these;
       one fp32 call adds the squares, as in fairscale's OSS and Megatron-LM.
     - `of-shards`: the same, with a single norm over the rank's whole shard.
-    - `told`: the norm that the engine reports, in fp32 or fp64, without comparison."""
+    - `reported`: the norm that the engine reports, in fp32 or fp64, without comparison."""
     # All forms are mathematically equal, but differ by a few ulps in fp32.
     clip: ClipForm | ClipFunction = "fp32-division"
     """Computation of the clip coefficient: `WHERE-FORM`, or `WHERE-FORM-without-eps` if 1e-6 is not
@@ -183,7 +183,7 @@ class Numerics:
     `fp32-quotient-without-eps`."""
     grads_in_params: bool = False
     """True if tensors from `params` have the reduced gradient in `.grad` after a step, at the point
-    declared in `grads_told`."""
+    declared in `reported_grads`."""
 
     # Without masters, updates smaller than half an ulp of the param's dtype are lost.
     masters: Masters = "fp32"
@@ -239,14 +239,14 @@ class Numerics:
             )
 
     @property
-    def told_at(self) -> GradsTold:
+    def reported_at(self) -> ReportedGrads:
         """Point in a step at which gradients are compared."""
-        return self.grads_told or "before-division"
+        return self.reported_grads or "before-division"
 
     @property
-    def is_told_wide(self) -> bool:
+    def is_reported_wide(self) -> bool:
         """True if gradients are compared in fp32, without the loss scale."""
-        return self.told_at in ("after-unscale", "after-clip")
+        return self.reported_at in ("after-unscale", "after-clip")
 
     def replayed(self, scenario: Scenario, *, added_in: str | None = None) -> Scenario:
         """Return the case that the reference replays: the target's case with declared values.
@@ -281,7 +281,7 @@ class Numerics:
             sync=self.sync,
             accumulate_dtype=self.accumulate_dtype,
             reduce_dtype=self.reduce_dtype,
-            copies_dtype=self.copies_dtype,
+            replica_dtype=self.replica_dtype,
             unused=self.unused,
             nonfinite=self.nonfinite,
             norm=self.norm,
@@ -338,8 +338,8 @@ class Numerics:
             )
         # Bounds are only proven for arithmetic that a scenario can express.
         beyond = [name for name in _EXACT_ONLY if getattr(self, name) != _DEFAULTS[name]]
-        if self.is_told_wide:
-            beyond.append("grads_told")
+        if self.is_reported_wide:
+            beyond.append("reported_grads")
         if self.nonfinite == "raises":
             beyond.append("nonfinite")
         if self.sync == "every-in-block":
@@ -414,9 +414,9 @@ _EXACT_ONLY = (
     "divide_each",
     "accumulate_dtype",
     "reduce_dtype",
-    "copies_dtype",
+    "replica_dtype",
     "unused",
-    "told_dtype",
+    "reported_dtype",
     "masters",
 )
 """Rules without a proven bound for an unknown order."""
@@ -431,11 +431,11 @@ _WORDS: dict[str, tuple[object, ...]] = {
     "grad_dtype": (None, "param", "fp32"),
     "accumulate_dtype": (None, *get_args(GradDtype)),
     "reduce_dtype": (None, *get_args(GradDtype)),
-    "copies_dtype": (None, *get_args(GradDtype)),
+    "replica_dtype": (None, *get_args(GradDtype)),
     "unused": get_args(Unused),
     "nonfinite": get_args(NonFiniteRule),
-    "grads_told": (None, *get_args(GradsTold)),
-    "told_dtype": get_args(ToldDtype),
+    "reported_grads": (None, *get_args(ReportedGrads)),
+    "reported_dtype": get_args(ReportedDtype),
     "norm": NORMS,
     "clip": CLIP_FORMS,
     "masters": get_args(Masters),

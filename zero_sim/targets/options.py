@@ -76,10 +76,10 @@ def chosen_options(target: Target, scenario: Scenario) -> dict[str, OptionValue]
         target: The target that declares the options.
         scenario: A case that the target does not refuse.
     """
-    said = {option.name: option.value for option in scenario.system.options}
+    chosen = {option.name: option.value for option in scenario.system.options}
     # Includes defaults, so targets need not repeat them.
     return {
-        name: parse(said[name], like=option.default) if name in said else option.default
+        name: parse(chosen[name], like=option.default) if name in chosen else option.default
         for name, option in options_of(target).items()
     }
 
@@ -87,25 +87,25 @@ def chosen_options(target: Target, scenario: Scenario) -> dict[str, OptionValue]
 def option_problems(target: Target, scenario: Scenario) -> Iterator[Problem]:
     """Yield a problem for each option in a case that a target lacks or cannot set."""
     known, seen = options_of(target), set[str]()
-    for index, said in enumerate(scenario.system.options):
+    for index, chosen in enumerate(scenario.system.options):
         path = f"system.options[{index}]"
-        option = known.get(said.name)
+        option = known.get(chosen.name)
         if option is None:
-            near = get_close_matches(said.name, known, n=1)
+            near = get_close_matches(chosen.name, known, n=1)
             have = ", ".join(known) or "none"
             yield Problem(
                 path=f"{path}.name",
-                message=f"expected an option of this target ({have}), got {said.name!r}.",
+                message=f"expected an option of this target ({have}), got {chosen.name!r}.",
                 suggestion=f"Try {near[0]!r}." if near else "Remove it.",
             )
             continue
         # A case lists options, so a name may occur twice, and its last value would silently win.
-        if said.name in seen:
-            message = f"expected each option once, got {said.name!r} again."
+        if chosen.name in seen:
+            message = f"expected each option once, got {chosen.name!r} again."
             yield Problem(path=f"{path}.name", message=message, suggestion="Remove one.")
-        seen.add(said.name)
+        seen.add(chosen.name)
         try:
-            value = value_for(option, said.value)
+            value = value_for(option, chosen.value)
         except UsageError as error:
             yield Problem(path=f"{path}.value", message=str(error), suggestion="")
             continue
@@ -114,12 +114,13 @@ def option_problems(target: Target, scenario: Scenario) -> Iterator[Problem]:
         if why:
             yield Problem(
                 path=path,
-                message=f"expected a case that can have option {said.name!r}, got one with {why}.",
+                message=f"expected a case that can have option {chosen.name!r}, got one with "
+                f"{why}.",
                 suggestion="Remove it.",
             )
 
 
-def check_said(target: Target, said: Mapping[str, str]) -> None:
+def check_given(target: Target, chosen: Mapping[str, str]) -> None:
     """Check that a target has these options and accepts their values.
 
     Raises:
@@ -127,7 +128,7 @@ def check_said(target: Target, said: Mapping[str, str]) -> None:
     """
     # Called before any case is drawn, so a wrong --option is a single error, not one for each case.
     known = options_of(target)
-    for name, text in said.items():
+    for name, text in chosen.items():
         if name not in known:
             have = ", ".join(known) or "none"
             raise UsageError(

@@ -86,8 +86,8 @@ def build_optim_factory(spec: OptimizerSpec) -> OptimFactory:
             assert isinstance(group, dict)
             # The last index is for params in no group, which use the optimizer's own settings.
             index = group["group_index"]
-            said = {} if index == len(spec.groups) else own_settings(spec.groups[index])
-            own.append({"params": group["params"], **said})
+            group_settings = {} if index == len(spec.groups) else own_settings(spec.groups[index])
+            own.append({"params": group["params"], **group_settings})
         return cls(own, **settings)
 
     return factory
@@ -139,17 +139,17 @@ class _Reduction:
 
 
 def _reduction_of(
-    owned: OwnedFragment, *, bucket: BucketPlan, system: SystemSpec, alone: GradUnit | None
+    owned: OwnedFragment, *, bucket: BucketPlan, system: SystemSpec, own_unit: GradUnit | None
 ) -> _Reduction:
     """Return the call that sums a fragment: its grad unit's if it has one, else its bucket's."""
     # Stage 0 keeps whole gradients on every rank.
     to_all = not system.stage or system.sum_by != "reduce-scatter"
-    if alone is not None:
+    if own_unit is not None:
         # Gradients in a reduce buffer are summed in runs with the same owner, not by bucket.
-        own = next(each.own for each in alone.slices if each.memory.name == owned.param)
+        own = next(each.own for each in own_unit.slices if each.memory.name == owned.param)
         if to_all:
-            return _Reduction("all_reduce", alone.plan.numel, own.start)
-        run = next(run for run in alone.plan.runs if run.span.contains(own))
+            return _Reduction("all_reduce", own_unit.plan.numel, own.start)
+        run = next(run for run in own_unit.plan.runs if run.span.contains(own))
         return _Reduction("reduce", run.span.numel, own.start - run.span.start)
     elems, offset = bucket.span.numel, owned.in_buffer.start - bucket.span.start
     if to_all:
@@ -245,7 +245,7 @@ def seams_of(scenario: Scenario, *, module: nn.Module, config: ZeroConfig) -> Se
         settings = BufferSettings(
             elems=system.reduce_buffer_elems,
             contiguous_grads=system.contiguous_grads,
-            sums_whole=system.sum_by == "all-reduce",
+            sums_unsharded=system.sum_by == "all-reduce",
         )
         grads = partial(BufferedGrads, settings=settings)
     chunk_elems = system.gather_chunk_elems
@@ -411,7 +411,7 @@ class ZeroSimEngine:
 
     def params(self) -> Mapping[str, Tensor]:
         """Return whole working params on this rank."""
-        return self._ddp.whole_params()
+        return self._ddp.unsharded_params()
 
     def parts(self) -> Iterator[OwnedPart]:
         """Yield the parts that this rank owns, in buffer order."""
@@ -444,10 +444,10 @@ class ZeroSimEngine:
             unit = buffer.unit_of(param)
             assert unit is not None
             schedule = self._ddp.grad_schedule
-            alone = None
+            own_unit = None
             if isinstance(schedule, BufferedGrads):
-                alone = schedule.buffers.unit_of.get(param)
-            reduction = _reduction_of(owned, bucket=bucket, system=self._system, alone=alone)
+                own_unit = schedule.buffers.unit_of.get(param)
+            reduction = _reduction_of(owned, bucket=bucket, system=self._system, own_unit=own_unit)
             shard = unit.own_span.shift(bucket.span.start)
             place = self._places[owned.param] = Place(
                 param=owned.param,
@@ -548,7 +548,7 @@ class ZeroSimTarget:
     name = "zero_sim"
     # None stands for every setting of a scenario.
     capabilities = None
-    numerics = Numerics(grads_told="before-division")
+    numerics = Numerics(reported_grads="before-division")
     costs = TEXTBOOK
 
     def build(self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup) -> ZeroSimEngine:

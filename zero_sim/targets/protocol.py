@@ -26,7 +26,7 @@ class Place:
     """Position of a part of a param, constant for a whole run.
 
     Only `param`, `start` and `stop` are required. But most orders of addition need the other fields
-    too, and so does `Costs(calls="told-buckets")`.
+    too, and so does `Costs(calls="reported-buckets")`.
 
     Example:
         The first 5 elements of a param, in the second of two shards of a buffer of 16 elements:
@@ -73,10 +73,10 @@ class Place:
     """Offset of `start` in the concatenation of these tensors."""
     # A ring's order depends on the offset in the call's tensor, so the sum over replicas needs its
     # own offset.
-    copies_at: tuple[int, int] | None = None
+    replica_sum_at: tuple[int, int] | None = None
     """`(elements, offset)`: length of the tensor summed over the shard's replicas, and offset of
     `start` in it. None if this tensor is the whole shard."""
-    # For `Costs(calls="told-buckets")`, which counts calls by bucket.
+    # For `Costs(calls="reported-buckets")`, which counts calls by bucket.
     buffer: int = 0
     """Index of the flat buffer."""
     bucket_start: int | None = None
@@ -115,9 +115,9 @@ class OwnedPart:
     place: Place
     """Elements of the part. All tensors below have `stop - start` elements."""
     grad: Tensor | None  # 1D, gradient dtype
-    """The reduced gradient, at the point declared in `Numerics.grads_told`. None before the first
-    step, and always if the engine keeps no gradients. Otherwise None stands for zeros, for example
-    if the param is frozen in this step."""
+    """The reduced gradient, at the point declared in `Numerics.reported_grads`. None before the
+    first step, and always if the engine keeps no gradients. Otherwise None stands for zeros, for
+    example if the param is frozen in this step."""
     master: Tensor  # 1D, fp32
     """The fp32 master; with `Numerics(masters="param")`, the param in its own dtype."""
     state: Mapping[str, Tensor]  # 1D, or 0-D for counters
@@ -139,7 +139,7 @@ class StepResult:
     # A tensor, because its dtype decides how it is compared.
     norm: Tensor | None = None  # 0-D, fp32 or fp64
     """Norm of the whole gradient before clipping, without the loss scale. An fp64 norm is compared
-    in fp64; with `Numerics(norm="told")` the reference clips by it in fp64."""
+    in fp64; with `Numerics(norm="reported")` the reference clips by it in fp64."""
     zeros: int | None = None
     """Number of zero elements in the whole gradient."""
     skipped: bool | None = None

@@ -136,7 +136,7 @@ class SingleDevice:
         divide_by="ranks",
         sync="last",
         grad_dtype="param",
-        grads_told="before-division",
+        reported_grads="before-division",
         norm="of-params",
         clip="fp32-reciprocal",
     )

@@ -20,8 +20,8 @@ from zero_sim.fuzz.drawing import draws
 from zero_sim.fuzz.excluded import why_none_fits
 from zero_sim.fuzz.strategies import drawn_cases
 from zero_sim.report.text import count_verdicts, render_case, render_reduced
-from zero_sim.rules.cases import clip_cases, telling_cases
-from zero_sim.rules.declared import Asked, declared_by, with_change, without_advice
+from zero_sim.rules.cases import clip_cases, revealing_cases
+from zero_sim.rules.declared import WithNumerics, declared_by, with_change, without_advice
 from zero_sim.rules.explainer import SEES_FACTORS
 from zero_sim.rules.judging import run_case
 from zero_sim.run.sgd_twin import TWIN_EVERY, marked, with_twin
@@ -243,7 +243,7 @@ def _shrunk(
         scenario,
         result,
         judge=subject.judge,
-        may_ask=lambda other: not refusals(subject.target, other),
+        may_run=lambda other: not refusals(subject.target, other),
         limits=subject.limits,
         # If our own system fails a shrunk case too, the case is wrong, not the target.
         right=right_judge(subject.target, pool=subject.pool),
@@ -315,7 +315,7 @@ def _distinguishing_cases(
         # Observed state shows factors that Adam's params hide.
         optimizers.append(scenario.optimizer)
     for optimizer in optimizers:
-        cases = telling_cases(scenario, optimizer=replace(optimizer, lr=0.1))
+        cases = revealing_cases(scenario, optimizer=replace(optimizer, lr=0.1))
         if taken := [case for case in cases if not refusals(subject.target, case)]:
             # Most candidates fail with several micro-batches, so run these cases first.
             return sorted(taken, key=lambda case: -case.run.micro_batches)
@@ -332,7 +332,7 @@ def _clipping_cases(scenario: Scenario, subject: _Subject) -> list[Scenario]:
 
 def _all_pass(cases: Sequence[Scenario], numerics: Mapping[str, Any], subject: _Subject) -> bool:
     try:
-        target = Asked(subject.target, Numerics(**numerics))
+        target = WithNumerics(subject.target, Numerics(**numerics))
     except UsageError:
         return False  # These rules contradict each other.
     return all(run_case(case, pool=subject.pool, target=target).verdict == "pass" for case in cases)

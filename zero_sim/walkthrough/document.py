@@ -136,13 +136,13 @@ def _slips(run: RankStep, first_pass: Sequence[RankStep]) -> Step:
     # The document cuts W_1 in halves. Then rank 0 would own fewer elements than rank 1.
     totals = [sum(p.place.stop - p.place.start for p in each.parts.values()) for each in first_pass]
     cut = [each.parts["W_1"].place.stop - each.parts["W_1"].place.start for each in first_pass]
-    told = [total - own + half for total, own, half in zip(totals, cut, _CUT, strict=True)]
+    reported = [total - own + half for total, own, half in zip(totals, cut, _CUT, strict=True)]
     rows = [
         ("standard deviation of row 0", f"{_DEVIATION}", f"{_spread(row):.4f}"),
         ("row 0, normalised", _list(slipped), _list(run.activations["norm 1"][0])),
         ("query of row 0", _list(query), _list(run.activations["Q"][0])),
         ("elements of W_1 by rank", _sum(_CUT), _sum(cut)),
-        ("elements by rank", _sum(told), _sum(totals)),
+        ("elements by rank", _sum(reported), _sum(totals)),
     ]
     table = [[name, Cell(wrong, "wrong"), Cell(right, "new")] for name, wrong, right in rows]
     elems = torch.Size(SHAPES["W_1"]).numel()

@@ -54,7 +54,7 @@ def run_ring() -> tuple[Sequence[Sequence[Iteration]], Sequence[Tensor]]:
     def program(rank: int) -> tuple[list[Iteration], Tensor]:
         mine = values_of(rank)
         chunks = mine.view(CHUNKS, -1)  # [chunks, 2], a view: writing a chunk changes `mine`.
-        told: list[Iteration] = []
+        reported: list[Iteration] = []
         for turn in range(2 * (RANKS - 1)):
             # Rank r first sends chunk r, then the chunk that it received last. The second half
             # starts with the chunk that the first half completed on this rank.
@@ -71,15 +71,15 @@ def run_ring() -> tuple[Sequence[Sequence[Iteration]], Sequence[Tensor]]:
                 chunks[got] += coming
             else:
                 chunks[got] = coming
-            told.append(Iteration(sent=sent, got=got, values=tuple(mine.tolist())))
+            reported.append(Iteration(sent=sent, got=got, values=tuple(mine.tolist())))
         whole = values_of(rank)
         dist.all_reduce(whole)
-        return told, whole
+        return reported, whole
 
     # The order in which the messages above add, so that the all-reduce gives the same bits.
     with World(RANKS, order="ring") as world:
         done = world.run(program)
-    return [told for told, _ in done], [whole for _, whole in done]
+    return [reported for reported, _ in done], [whole for _, whole in done]
 
 
 def walk_ring() -> Walk:
@@ -98,7 +98,7 @@ def walk_ring() -> Walk:
 
 def _iteration(iterations: Sequence[Sequence[Iteration]], turn: int) -> Step:
     reducing = turn < RANKS - 1
-    now = [told[turn] for told in iterations]
+    now = [reported[turn] for reported in iterations]
     rows: list[list[Cell]] = []
     for rank, each in enumerate(now):
         # Chunks received from iteration RANKS - 2 on are whole sums.
@@ -143,7 +143,7 @@ def _iteration(iterations: Sequence[Sequence[Iteration]], turn: int) -> Step:
 
 
 def _division(iterations: Sequence[Sequence[Iteration]], wholes: Sequence[Tensor]) -> Step:
-    sums = [told[-1].values for told in iterations]
+    sums = [reported[-1].values for reported in iterations]
     # Compare bits, because both add in the same order.
     same = all(values == tuple(whole.tolist()) for values, whole in zip(sums, wholes, strict=True))
     means = [tuple(value / RANKS for value in values) for values in sums]
@@ -172,10 +172,10 @@ def _nodes() -> Step:
     # In units of P params, so divide bf16 bytes by 2 P.
     rows = []
     sent_slow: dict[tuple[int, Ring], float] = {}
-    for copies in (1, 2, 4):
-        cells = [f"K = {copies}, blocks of {_WORLD // copies}"]
+    for replicas in (1, 2, 4):
+        cells = [f"K = {replicas}, blocks of {_WORLD // replicas}"]
         model = counted_model(_PARAMS, dtype="bf16").with_choice(
-            ranks=_WORLD, stage=1, redundancy=copies
+            ranks=_WORLD, stage=1, redundancy=replicas
         )
         for ring in _RINGS:
             network = Network(ranks_per_node=_NODE, cards=1, ring=ring)
@@ -187,10 +187,10 @@ def _nodes() -> Step:
             if ring == _RINGS[0]:
                 whole = sum(flow.total_sent for flow in flows)
                 cells.append(f"{float(whole) / (2 * _PARAMS):g} P")
-            sent_slow[copies, ring] = float(slow) / (2 * _PARAMS)
-            cells.append(f"{sent_slow[copies, ring]:g} P")
+            sent_slow[replicas, ring] = float(slow) / (2 * _PARAMS)
+            cells.append(f"{sent_slow[replicas, ring]:g} P")
         # fp32 master and Adam's two moments: 12 bytes per owned element, K / N of all elements.
-        cells.append(f"{12 * copies / _WORLD:g} P")
+        cells.append(f"{12 * replicas / _WORLD:g} P")
         rows.append(cells)
     table = prose.table("ring.nodes", rows)
     scattered, by_node = (1 - sent_slow[4, ring] / sent_slow[1, ring] for ring in _RINGS)

@@ -111,7 +111,7 @@ def _calls(measured: Measured) -> Step:
 
 
 def _timeline(measured: Measured) -> Step:
-    picture, said = draw_timeline(measured.log, None)
+    picture, extent = draw_timeline(measured.log, None)
     # Pictures are on pages only, so the table shows the calls too.
     timeline = read_timeline(measured.log)
     rows = [
@@ -124,7 +124,7 @@ def _timeline(measured: Measured) -> Step:
         for call in timeline.calls[:CALLS_MAX]
     ]
     table = prose.table("step.timeline", rows)
-    return prose.step("step.timeline", [table], picture=picture, shown=said)
+    return prose.step("step.timeline", [table], picture=picture, shown=extent)
 
 
 def _moments(ledger: RankLedger) -> list[Step]:

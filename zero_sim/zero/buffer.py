@@ -197,7 +197,7 @@ class Buffer:
             LayoutError: If the param is not in this buffer.
         """
         memory = self._find(param)
-        return self._cast.read(param, memory.own_working.reshape(-1))
+        return self._cast.read(param, memory.param_shard.reshape(-1))
 
     def write_param_shard(self, param: nn.Parameter, data: Tensor) -> None:
         """Write this rank's part of a working param, cast to its dtype.
@@ -212,7 +212,7 @@ class Buffer:
             LayoutError: If the length is wrong, or the param is not in this buffer.
         """
         memory = self._find(param)
-        working = memory.own_working
+        working = memory.param_shard
         # Masters are 1D. `working` has the param's shape if nothing is sharded.
         if data.dim() != 1 or data.numel() != working.numel():
             raise LayoutError(
@@ -227,7 +227,7 @@ class Buffer:
         data = data.detach().to(working.device).view(working.shape)
         self._cast.write_(param, working, data)
 
-    def whole_params(self) -> dict[nn.Parameter, Tensor]:
+    def unsharded_params(self) -> dict[nn.Parameter, Tensor]:
         """Return unsharded copies of sharded params; a collective.
 
         Meant for inspection between steps: sharded units are sharded again afterwards. Copies from
@@ -244,7 +244,7 @@ class Buffer:
             copy = whole.clone()
             # Before the next gather, so that memory holds a single unsharded unit at a time.
             if was_sharded:
-                unit.free_params()
+                unit.reshard()
             for memory in unit.members:
                 found[memory.param] = _view(copy, memory.in_unit).view(memory.param.shape)
         return found
@@ -289,11 +289,11 @@ class Buffer:
             elif self.grad_data is not None:
                 own_grad = _view(self.grad_data, own)
             # Stage 0: the whole param in its own memory and shape.
-            own_working = param.detach()
+            param_shard = param.detach()
             if unit is not None and unit.param_shard is not None:
-                own_working = _view(unit.param_shard, in_shard)
+                param_shard = _view(unit.param_shard, in_shard)
             elif self.sharding.state:
-                own_working = own_working.reshape(-1)
+                param_shard = param_shard.reshape(-1)
             memory[param] = ParamMemory(
                 name=placed.name,
                 param=param,
@@ -301,7 +301,7 @@ class Buffer:
                 main_grad=main_grad,
                 fragment=fragment,
                 own_grad=own_grad,
-                own_working=own_working,
+                param_shard=param_shard,
                 unit=unit,
             )
             if unit is not None:

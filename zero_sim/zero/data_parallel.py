@@ -282,13 +282,15 @@ class DistributedDataParallel:
         """Wait for all params. Call it before code outside a module's forward reads them."""
         self.param_schedule.finish()
 
-    def whole_params(self) -> dict[str, Tensor]:
+    def unsharded_params(self) -> dict[str, Tensor]:
         """Return all working params, unsharded; a collective if they are sharded.
 
         Meant for inspection between steps, after `finish_param_gather`. Sharded params are copied.
         """
         copies = {
-            param: copy for buffer in self.buffers for param, copy in buffer.whole_params().items()
+            param: copy
+            for buffer in self.buffers
+            for param, copy in buffer.unsharded_params().items()
         }
         return {name: copies.get(param, param.detach()) for name, param in self.params.items()}
 
@@ -303,7 +305,7 @@ class DistributedDataParallel:
         # First, because it refuses while gradients are being reduced.
         self.zero_grad_buffer()
         self.finish_param_gather()
-        whole = self.whole_params()
+        whole = self.unsharded_params()
         for handle in self._handles:
             handle.remove()
         # Clones, because views would keep the buffers alive.

@@ -31,7 +31,7 @@ from zero_sim.zero.states import ParamState
 from zero_sim.zero.unit import Unit
 
 
-class StayWhole:
+class StayUnsharded:
     """Resident params. If the state is sharded, they are gathered from their owners after a step.
 
     Args:
@@ -66,7 +66,7 @@ class StayWhole:
         """End a backward."""
 
 
-class UnderForward(StayWhole):
+class UnderForward(StayUnsharded):
     """Gathers all units in the background. Before forward, each module waits for its own units.
 
     Args:
@@ -144,7 +144,7 @@ class _Kept:
     stride: tuple[int, ...]
 
 
-class OnUse(StayWhole):
+class OnUse(StayUnsharded):
     """Sharded params: gathered before a module uses them, and resharded afterwards.
 
     Forward reshards a unit after the last module that uses it. Backward gathers a unit before the
@@ -214,14 +214,14 @@ class OnUse(StayWhole):
 
     def gather(self) -> None:
         """Reshard all units, because their values are old. Modules gather them on use."""
-        self.free_all()
+        self.reshard_all()
 
-    def free_all(self) -> None:
+    def reshard_all(self) -> None:
         """Reshard all unsharded units."""
         for unit in self._units:
             unit.finish_gather()
             if unit.param_state is ParamState.WHOLE:
-                unit.free_params()
+                unit.reshard()
 
     def finish_backward(self) -> None:
         """End backward: close all units, even if backward on this rank did not reach them."""
@@ -232,7 +232,7 @@ class OnUse(StayWhole):
         self._first_use.clear()
         self._in_backward = False
         self._tick = 0
-        self.free_all()
+        self.reshard_all()
 
     def check_read(self, param: nn.Parameter, *, name: str) -> None:
         """Refuse a gradient if no module gathered the param, so forward read a placeholder.
@@ -307,7 +307,7 @@ class OnUse(StayWhole):
             return
         unit.finish_gather()
         if unit.param_state is ParamState.WHOLE:
-            unit.free_params()
+            unit.reshard()
 
     def _watch_again(self, module: nn.Module, output: object) -> None:
         """Watch the output of a module that backward runs again, under a reentrant checkpoint."""
@@ -342,7 +342,7 @@ class OnUse(StayWhole):
         self._first_use.pop(unit, None)
         unit.finish_gather()
         if unit.param_state is ParamState.WHOLE:
-            unit.free_params()
+            unit.reshard()
 
     def _gather(self, needed: Sequence[Unit], *, ahead: Sequence[Unit]) -> None:
         for unit in (*needed, *ahead):
@@ -423,7 +423,7 @@ def _check_present(unit: Unit, address: int) -> None:
             )
 
 
-ParamSchedule = StayWhole
+ParamSchedule = StayUnsharded
 """A textbook param schedule, or a subclass of one."""
 
 
@@ -442,4 +442,4 @@ def schedule_params(
         return on_use(wrapped, grads=grads)
     if wrapped.config.overlap_params:
         return UnderForward(wrapped)
-    return StayWhole(wrapped)
+    return StayUnsharded(wrapped)

@@ -76,7 +76,7 @@ class Holders:
         """Return the shard group of a kind; None if each rank owns everything."""
         return self.groups_of(kind).shard_group
 
-    def is_first_copy(self, kind: str) -> bool:
+    def is_first_replica(self, kind: str) -> bool:
         """Return True if this rank holds the first replica of its shard.
 
         The first replica contains each element exactly once: on the kind's first rank at stage 0,

@@ -338,7 +338,7 @@ class DistributedOptimizer:
         name = master.fragment.param
         if not self.seams.is_counted(name):
             return False
-        return self.ddp.holders.is_first_copy(master.buffer.plan.key.kind)
+        return self.ddp.holders.is_first_replica(master.buffer.plan.key.kind)
 
     def _clip(self, grads: list[Tensor], *, norm: Tensor) -> None:
         if self._clip_norm is not None:

@@ -54,7 +54,7 @@ class ParamMemory:
     """Position of this rank's part; None if this rank owns nothing."""
     own_grad: Tensor  # 1D
     """This rank's part of the gradient; after the reduction, the sum over ranks."""
-    own_working: Tensor  # 1D; at stage 0: ND, the whole param in its own storage
+    param_shard: Tensor  # 1D; at stage 0: ND, the whole param in its own storage
     """This rank's part of the working param."""
     unit: Unit | None
     """None for an empty param in an empty bucket."""
@@ -241,7 +241,7 @@ class Unit:
         self.finish_gather()
         self._step_params("gather")
         self._gather_shards(async_op=False)
-        self._adopt_whole()
+        self._adopt_unsharded()
 
     def start_gather(self) -> None:
         """Issue the gather."""
@@ -256,7 +256,7 @@ class Unit:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
-        self._adopt_whole()
+        self._adopt_unsharded()
 
     def use(self) -> None:
         """Mark that a module begins to use the unsharded params; modules may be nested."""
@@ -282,7 +282,7 @@ class Unit:
             return
         self._step_params("update")
 
-    def free_params(self) -> None:
+    def reshard(self) -> None:
         """Reshard: free the unsharded params and point each param to a placeholder."""
         if not self.frees_params:
             return
@@ -318,7 +318,7 @@ class Unit:
             memory.main_grad = None
             set_main_grad(memory.param, None)
 
-    def _adopt_whole(self) -> None:
+    def _adopt_unsharded(self) -> None:
         self._step_params("finish")
         if self.frees_params:
             whole = self.params

@@ -76,8 +76,8 @@ def test_probed_ring_is_judged_bit_for_bit(on_nccl, stage):
     result = on_nccl(system=SystemSpec(stage=stage, bucket_elems=60))
     assert (result.verdict, result.findings, result.error) == ("pass", (), "")
     assert probed(result) == ["probe: ranks [0, 1, 2, 3] add as ring 0 2 3 1"]
-    assert "modelled-order" in result.owed
-    assert "bound" not in result.owed
+    assert "modelled-order" in result.guarantees
+    assert "bound" not in result.guarantees
 
 
 def test_judge_without_the_probed_ring_fails(on_nccl, monkeypatch):

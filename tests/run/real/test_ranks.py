@@ -53,7 +53,7 @@ def test_right_system_passes_and_compares_as_many_elements(on_gloo, judged, kind
     assert (real.verdict, real.findings, real.error) == ("pass", (), "")
     simulated = judged(**{"run": RunSpec(steps=3), **KINDS[kind]})
     assert real.compared_elems == simulated.compared_elems
-    assert real.owed == simulated.owed
+    assert real.guarantees == simulated.guarantees
 
 
 @pytest.mark.parametrize("parts", [{}, *RELOADS.values()], ids=["plain", *RELOADS])
@@ -178,7 +178,7 @@ class TestOrderDrift:
     def test_drifted_sums_are_judged_by_bounds(self, drifted):
         result = drifted(model=ModelSpec(name="mlp", dtype="fp32"))
         assert (result.verdict, result.findings) == ("pass", ())
-        assert result.owed.keys() == {"bound", "order-free"}
+        assert result.guarantees.keys() == {"bound", "order-free"}
         (note,) = (note for note in result.notes if note.startswith("backend.order-drift: "))
         assert "drift: expected ((0+1)+(2+3)) as in tree" in note
 
@@ -236,7 +236,7 @@ def test_exact_models_pass_in_any_assumed_order(on_gloo, model):
         world=WorldSpec(size=5, order="random-tree"),
     )
     assert result.verdict == "pass"
-    assert set(result.owed) == {"order-free"}
+    assert set(result.guarantees) == {"order-free"}
     assert "gloo added in its own order, the oracle in order random-tree" in result.notes
 
 
@@ -283,7 +283,7 @@ OF_PARAMS = {"model": ModelSpec(name="mlp", hidden=5), "system": SystemSpec(stag
 def test_undeclared_point_is_inferred_on_the_processes(on_gloo):
     result = on_gloo("shows_means", **OF_PARAMS)
     assert result.verdict == "pass"
-    assert "grads_told = 'after-division'" in taken_notes(result)[0]
+    assert "reported_grads = 'after-division'" in taken_notes(result)[0]
 
 
 @pytest.mark.usefixtures("targets")

@@ -54,7 +54,7 @@ class MyTarget:
     )
 
     # The arithmetic of your code. `zero-sim rules --target engine:MyTarget` finds this declaration.
-    numerics = Numerics(grads_told="after-division")
+    numerics = Numerics(reported_grads="after-division")
 
     def build(self, module, *, scenario, group):
         """Wrap a rank's module."""

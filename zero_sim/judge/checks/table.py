@@ -5,7 +5,7 @@ the table below. The table's order does not affect reports: they sort findings b
 (`zero_sim.findings.dataflow`).
 
 Other checks are elsewhere: ownership (`Ownership.check`), loaded state (`judge.loaded`), unwrapped
-modules (`checks.given_back`) and costs (`zero_sim.cost`).
+modules (`checks.unwrapped`) and costs (`zero_sim.cost`).
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from zero_sim.cost.memory import bytes_held, check_memory
 from zero_sim.findings import describe as findings
 from zero_sim.findings.dataflow import Phase
 from zero_sim.findings.records import Finding
-from zero_sim.judge.checks.shown import Shown
+from zero_sim.judge.checks.observed_step import ObservedStep
 from zero_sim.reference import encode
 from zero_sim.scenario.checks import Check
 from zero_sim.targets.adapt import PARTS, UNTRAINED
 
 
-def check_scales_and_casts(shown: Shown) -> Iterator[Finding]:
+def check_scales_and_casts(observed: ObservedStep) -> Iterator[Finding]:
     """Compare fp8 scales, and check that each working param is its cast master."""
-    group, rank, step = shown.group, shown.rank, shown.step
-    held, comparison = group.ownership.held[rank], shown.comparison
+    group, rank, step = observed.group, observed.rank, observed.step
+    held, comparison = group.ownership.held[rank], observed.comparison
     # A rank only has scales of params that it holds.
-    scales = shown.engine.scales([n for n in comparison.scale_names(step) if n in held])
+    scales = observed.engine.scales([n for n in comparison.scale_names(step) if n in held])
     yield from comparison.compare_scales(scales, rank=rank, step=step)
-    params = shown.params
-    for part in shown.parts:
+    params = observed.params
+    for part in observed.parts:
         place = part.place
         if place.param not in params:
             continue
@@ -48,35 +48,35 @@ def check_scales_and_casts(shown: Shown) -> Iterator[Finding]:
             yield findings.differing(at, cast, working)
 
 
-def check_repeated(shown: Shown) -> Iterator[Finding]:
+def check_repeated(observed: ObservedStep) -> Iterator[Finding]:
     """Check that a param with two names, such as a tied param, has equal values under both."""
-    params = shown.params
-    for name, other, values in shown.engine.repeated():
-        if shown.group.comparer.differs(params[name], values):
-            at = findings.param(shown.step, shown.rank, name)
+    params = observed.params
+    for name, other, values in observed.engine.repeated():
+        if observed.group.comparer.differs(params[name], values):
+            at = findings.param(observed.step, observed.rank, name)
             message = f"the engine also has this param as {other!r}, with other values"
             yield findings.differing(replace(at, message=message), params[name], values)
 
 
-def check_untrained(shown: Shown) -> Iterator[Finding]:
+def check_untrained(observed: ObservedStep) -> Iterator[Finding]:
     """Check that untrained params have not changed since the engine was built."""
-    group = shown.group
-    for name, values, now in shown.engine.untrained():
+    group = observed.group
+    for name, values, now in observed.engine.untrained():
         if now is None:
             group.unobserved.add(UNTRAINED)
         elif group.comparer.differs(values, now):
-            at = findings.param(shown.step, shown.rank, name)
+            at = findings.param(observed.step, observed.rank, name)
             at = replace(at, message="this param is not trained and must not change")
             differing = group.differing(at, values, now)
             yield findings.with_index(differing, {name: tuple(values.shape)})
 
 
-def check_result(shown: Shown) -> Iterator[Finding]:
+def check_result(observed: ObservedStep) -> Iterator[Finding]:
     """Check that an engine's report of a step is complete and correct."""
-    result, rank, step = shown.result, shown.rank, shown.step
-    expected, optimizer = shown.owed.steps.get(step), shown.group.scenario.optimizer
+    result, rank, step = observed.result, observed.rank, observed.step
+    expected, optimizer = observed.expected_steps.steps.get(step), observed.group.scenario.optimizer
     reported = {"norm": result.norm, "zeros": result.zeros, "skipped": result.skipped}
-    shown.group.unobserved.update(name for name, got in reported.items() if got is None)
+    observed.group.unobserved.update(name for name, got in reported.items() if got is None)
     if result.raised is not None:
         if result.skipped != expected.skipped:
             yield findings.wrongly_raised(step, rank, raised=result.raised)
@@ -90,16 +90,16 @@ def check_result(shown: Shown) -> Iterator[Finding]:
         yield findings.misreported("norm", step, rank, expected=float(expected.norm), got=None)
     if result.loss_scale is None and optimizer.loss_scale is not None:
         yield findings.misreported("loss_scale", step, rank, expected=expected.loss_scale, got=None)
-    said = (("skipped", result.skipped), ("loss_scale", result.loss_scale))
-    for name, got in said:
+    fields = (("skipped", result.skipped), ("loss_scale", result.loss_scale))
+    for name, got in fields:
         if got is not None and got != (wanted := getattr(expected, name)):
             yield findings.misreported(name, step, rank, expected=wanted, got=got)
 
 
-def check_same_places(shown: Shown) -> Iterator[Finding]:
+def check_same_places(observed: ObservedStep) -> Iterator[Finding]:
     """Check that a rank owns the same places as at the start."""
-    before = shown.group.ownership.places[shown.rank]
-    now = [part.place for part in shown.parts]
+    before = observed.group.ownership.places[observed.rank]
+    now = [part.place for part in observed.parts]
     if before != now:
         # State of omitted params would not be compared, so name them.
         gone = sorted({place.param for place in before} - {place.param for place in now})
@@ -107,104 +107,112 @@ def check_same_places(shown: Shown) -> Iterator[Finding]:
             check=Check.INVARIANT_OWNERSHIP,
             message=f"this rank owned {len(before)} parts at the start and {len(now)} now"
             + (f"; gone: {', '.join(gone)}" if gone else ""),
-            step=shown.step,
+            step=observed.step,
             phase=Phase.FORWARD,
-            rank=shown.rank,
+            rank=observed.rank,
         )
 
 
-def check_zero_gradients(shown: Shown) -> Iterator[Finding]:
+def check_zero_gradients(observed: ObservedStep) -> Iterator[Finding]:
     """Check that gradient buffers are zero before the first micro-batch."""
     # Other values would be added to this step's gradients.
-    where = shown.engine.stray_gradients(padding_only=False)
+    where = observed.engine.stray_gradients(padding_only=False)
     if where:
         yield Finding(
             check=Check.INVARIANT_ZERO_GRADIENTS,
-            step=shown.step,
-            rank=shown.rank,
+            step=observed.step,
+            rank=observed.rank,
             phase=Phase.FORWARD,
             message=f"gradients are not zero before the first micro-batch: {where}",
         )
 
 
-def check_padding(shown: Shown) -> Iterator[Finding]:
+def check_padding(observed: ObservedStep) -> Iterator[Finding]:
     """Check that gradient padding is still zero after a step."""
-    where = shown.engine.stray_gradients(padding_only=True)
-    return _written_padding("a gradient buffer", where, shown, phase=Phase.REDUCE)
+    where = observed.engine.stray_gradients(padding_only=True)
+    return _written_padding("a gradient buffer", where, observed, phase=Phase.REDUCE)
 
 
-def check_param_padding(shown: Shown) -> Iterator[Finding]:
+def check_param_padding(observed: ObservedStep) -> Iterator[Finding]:
     """Check that padding of params and masters is still zero after a step."""
-    where = shown.engine.stray_padding()
-    return _written_padding("params or masters", where, shown, phase=Phase.GATHER)
+    where = observed.engine.stray_padding()
+    return _written_padding("params or masters", where, observed, phase=Phase.GATHER)
 
 
-def _written_padding(what: str, where: str, shown: Shown, *, phase: Phase) -> Iterator[Finding]:
+def _written_padding(
+    what: str, where: str, observed: ObservedStep, *, phase: Phase
+) -> Iterator[Finding]:
     if where:
         yield Finding(
             check=Check.INVARIANT_PADDING,
-            step=shown.step,
-            rank=shown.rank,
+            step=observed.step,
+            rank=observed.rank,
             phase=phase,
             message=f"padding of {what} was written: {where}",
         )
 
 
-def compare_measured(shown: Shown) -> Iterator[Finding]:
+def compare_measured(observed: ObservedStep) -> Iterator[Finding]:
     """Compare norm and zeros of the whole gradient."""
-    return shown.comparison.compare_measured(shown.result, rank=shown.rank, step=shown.step)
-
-
-def compare_losses(shown: Shown) -> Iterator[Finding]:
-    """Compare losses. If a loss differs, also compare the params its forward read."""
-    return shown.comparison.compare_losses(
-        shown.losses, reads=shown.notes.reads, rank=shown.rank, step=shown.step
+    return observed.comparison.compare_measured(
+        observed.result, rank=observed.rank, step=observed.step
     )
 
 
-def compare_parts(shown: Shown) -> Iterator[Finding]:
+def compare_losses(observed: ObservedStep) -> Iterator[Finding]:
+    """Compare losses. If a loss differs, also compare the params its forward read."""
+    return observed.comparison.compare_losses(
+        observed.losses, reads=observed.notes.reads, rank=observed.rank, step=observed.step
+    )
+
+
+def compare_parts(observed: ObservedStep) -> Iterator[Finding]:
     """Compare reduced gradients, masters and optimizer state of each part."""
-    comparison = shown.comparison
-    for part in shown.parts:
-        yield from comparison.compare_part(part, rank=shown.rank, step=shown.step)
+    comparison = observed.comparison
+    for part in observed.parts:
+        yield from comparison.compare_part(part, rank=observed.rank, step=observed.step)
 
 
-def compare_reported(shown: Shown) -> Iterator[Finding]:
+def compare_reported(observed: ObservedStep) -> Iterator[Finding]:
     """Compare gradients of whole params."""
-    return shown.comparison.compare_reported(shown.engine, rank=shown.rank, step=shown.step)
+    return observed.comparison.compare_reported(
+        observed.engine, rank=observed.rank, step=observed.step
+    )
 
 
-def compare_params(shown: Shown) -> Iterator[Finding]:
+def compare_params(observed: ObservedStep) -> Iterator[Finding]:
     """Compare working params."""
-    return shown.comparison.compare_params(shown.params, rank=shown.rank, step=shown.step)
+    return observed.comparison.compare_params(
+        observed.params, rank=observed.rank, step=observed.step
+    )
 
 
-def check_rank_memory(shown: Shown) -> Iterator[Finding]:
+def check_rank_memory(observed: ObservedStep) -> Iterator[Finding]:
     """Compare a rank's resident memory with the target's closed form."""
-    notes, group = shown.notes, shown.group
-    held = shown.engine.held_bytes()
+    notes, group = observed.notes, observed.group
+    held = observed.engine.held_bytes()
     if notes.own_bytes is not None:
-        owed = notes.own_bytes
+        expected_bytes = notes.own_bytes
     else:
-        owed = bytes_held(
+        expected_bytes = bytes_held(
             notes.sizes,
             scenario=group.scenario,
-            rank=shown.rank,
+            rank=observed.rank,
             # Count the reported state: its keys were already compared with the reference.
             stored=sum(
                 part.master.numel() * sum(value.dim() > 0 for value in part.state.values())
-                for part in shown.parts
+                for part in observed.parts
             ),
         )
         if PARTS in group.unobserved:
-            del owed["state"]  # Only parts show how much state an element has.
-    yield from check_memory(held, owed, step=shown.step, rank=shown.rank)
+            del expected_bytes["state"]  # Only parts show how much state an element has.
+    yield from check_memory(held, expected_bytes, step=observed.step, rank=observed.rank)
     # Peaks within the step, which hooks recorded.
     if notes.memory is not None:
         yield from notes.memory.findings()
 
 
-RankCheck = Callable[[Shown], Iterator[Finding]]
+RankCheck = Callable[[ObservedStep], Iterator[Finding]]
 
 BEFORE_BACKWARD: Sequence[RankCheck] = (check_zero_gradients,)
 
@@ -235,7 +243,7 @@ AFTER_GATHER_ALWAYS: Sequence[RankCheck] = (check_untrained,)
 """After the gathers, even if the reference cannot take the step."""
 
 
-def run_checks(checks: Sequence[RankCheck], shown: Shown) -> Iterator[Finding]:
+def run_checks(checks: Sequence[RankCheck], observed: ObservedStep) -> Iterator[Finding]:
     """Yield the findings of all checks, in order."""
     for check in checks:
-        yield from check(shown)
+        yield from check(observed)

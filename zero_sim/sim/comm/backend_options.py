@@ -87,9 +87,9 @@ class SimBackend:
 
     _get_backend_name = name
 
-    def create_device(self, **asked: Any) -> Any:
+    def create_device(self, **arguments: Any) -> Any:
         """Return a device for gloo's options, which simulated calls do not use."""
-        return ProcessGroupGloo.create_device(**asked)
+        return ProcessGroupGloo.create_device(**arguments)
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.options._timeout = timeout

@@ -71,9 +71,9 @@ class _FaultyCalls:
         elif not sum(tensor.numel() for tensor in call.inputs):
             due.missed(f"the rank sends no element in this {call.kind}")
         elif due.fault.kind == "corrupt":
-            _flip(due, call, self._stand_in(member), verb="sends")
+            _flip(due, call, self._copied_inputs(member), verb="sends")
         elif due.fault.kind == "drop":
-            for tensor in self._stand_in(member):
+            for tensor in self._copied_inputs(member):
                 tensor.copy_(_nothing(call, tensor))
             due.fired("the data that the rank sends is lost")
         else:
@@ -83,7 +83,7 @@ class _FaultyCalls:
         call, op = self._given[member], self._given[member].reduce_op
         following = (member + 1) % len(self._given)
         if op is not None:
-            for tensor in [] if op in _IDEMPOTENT else self._stand_in(member):
+            for tensor in [] if op in _IDEMPOTENT else self._copied_inputs(member):
                 _combine(op, tensor)
             nothing = ", which changes nothing" if op in _IDEMPOTENT else ""
             due.fired(f"the data that the rank sends counts twice in the {op.name}{nothing}")
@@ -96,11 +96,11 @@ class _FaultyCalls:
         else:
             # The next rank's message is replaced, so this rank's data arrives twice.
             mine = self.calls[member].inputs
-            for tensor, other in zip(mine, self._stand_in(following), strict=True):
+            for tensor, other in zip(mine, self._copied_inputs(following), strict=True):
                 other.copy_(tensor)
             due.fired("the data that the rank sends also replaces the next rank's")
 
-    def _stand_in(self, member: int) -> Sequence[Tensor]:
+    def _copied_inputs(self, member: int) -> Sequence[Tensor]:
         """Return the copies to send instead of the rank's tensors."""
         if member not in self._kept:
             call = self._given[member]

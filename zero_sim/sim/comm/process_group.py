@@ -49,7 +49,7 @@ from zero_sim.sim.comm.plain_memory import (
 )
 from zero_sim.sim.comm.rendezvous import Group
 from zero_sim.sim.comm.timeouts import after_monitored, check_monitored, seconds_of
-from zero_sim.sim.dispatch import tell_modes
+from zero_sim.sim.dispatch import count_in_modes
 from zero_sim.sim.failures import TimedOut
 
 
@@ -75,7 +75,7 @@ class SimProcessGroup(ProcessGroup):
         # Set by `shutdown`, because a program may keep the object after that.
         self._destroyed = False
         self._store: Store | None = None
-        self.ask_for("sim")
+        self.set_backend("sim")
 
     def size(self) -> int:
         """Return the number of members."""
@@ -115,7 +115,7 @@ class SimProcessGroup(ProcessGroup):
         """Return `group_name`, for callers in C++."""
         return self._group.name
 
-    def ask_for(self, backend: str, *, timeout: timedelta | None = None) -> None:
+    def set_backend(self, backend: str, *, timeout: timedelta | None = None) -> None:
         """Give this group the name and time-out (None for gloo's) of the requested backend."""
         self._backend = SimBackend(self, name=backend, timeout=timeout or DEFAULT_TIMEOUT)
 
@@ -200,7 +200,7 @@ class SimProcessGroup(ProcessGroup):
         **parts: Any,
     ) -> Work:
         self._check_open(kind)
-        tell_modes(kind, coalesced=len(inputs) > 1)
+        count_in_modes(kind, coalesced=len(inputs) > 1)
         if is_plain(inputs) and is_plain(outputs):
             return self._collect(self._issue_plain(kind, opts, inputs, outputs, **parts))
         works: list[Work] = []

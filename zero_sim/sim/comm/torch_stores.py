@@ -200,12 +200,12 @@ def _kind(store: Store) -> str:
     return type(_innermost(store)).__name__
 
 
-def _timeout(store: Store, asked: timedelta | None = None) -> timedelta:
+def _timeout(store: Store, wanted: timedelta | None = None) -> timedelta:
     own: Any = store
-    return own.timeout if asked is None else asked
+    return own.timeout if wanted is None else wanted
 
 
-def _ask(name: str, store: Store, *args: Any) -> Any:
+def _call_torch(name: str, store: Store, *args: Any) -> Any:
     """Call torch's own method, which must not wait."""
     return getattr(Store, name)(store, *args)
 
@@ -264,7 +264,7 @@ def _wait(
 def _await_keys(waits: StoreWaits, store: Store, keys: Sequence[str], timeout: timedelta) -> None:
     doing = f"waits for {_named(keys)} of a {_kind(store)}"
     try:
-        waits.until(lambda: bool(_ask("check", store, keys)), doing, timeout)
+        waits.until(lambda: bool(_call_torch("check", store, keys)), doing, timeout)
     except TimedOut as error:
         raise store_timed_out(error, _shown(store, keys)) from None
 
@@ -298,7 +298,7 @@ def _queue_pop(
     if block and not isinstance(_innermost(store), FileStore):
         doing = f"waits for queue {key!r} of a {_kind(store)}"
         try:
-            waits.until(lambda: _ask("queue_len", store, key) > 0, doing, _timeout(store))
+            waits.until(lambda: _call_torch("queue_len", store, key) > 0, doing, _timeout(store))
         except TimedOut as error:
             raise store_timed_out(error, _shown(store, [key])) from None
     return original(key, block)
@@ -331,14 +331,14 @@ def _barrier(
     # Use torch's own keys: a TCPStore counts in the key itself, other stores in keys below it.
     counter = key if isinstance(_innermost(store), TCPStore) else f"{key}/num_members"
     # Repeats torch's own barrier, which would wait in C++.
-    _ask("add", store, counter, 1)
-    if counter != key and int(_ask("get", store, counter)) >= world_size:
-        _ask("set", store, f"{key}/last_member", "1")
+    _call_torch("add", store, counter, 1)
+    if counter != key and int(_call_torch("get", store, counter)) >= world_size:
+        _call_torch("set", store, f"{key}/last_member", "1")
     waits.look()
     doing = f"waits in barrier {key!r} of a {_kind(store)}"
     try:
         waits.until(
-            lambda: int(_ask("get", store, counter)) >= world_size,
+            lambda: int(_call_torch("get", store, counter)) >= world_size,
             doing,
             _timeout(store, timeout),
         )
@@ -372,7 +372,7 @@ def _connect(ranks: Ranks, store: TCPStore, *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
         return
     # Pass only these arguments on, because torch has its own defaults.
-    asked = dict(given.arguments)
+    wanted = dict(given.arguments)
     given.apply_defaults()
     host, port = given.arguments["host_name"], given.arguments["port"]
     timeout, is_master = given.arguments["timeout"], given.arguments["is_master"]
@@ -386,8 +386,8 @@ def _connect(ranks: Ranks, store: TCPStore, *args: Any, **kwargs: Any) -> None:
     counts = given.arguments["wait_for_workers"] and count is not None and count > 0
     if counts and waits is not None:
         # With a count of 1, torch waits for no other client.
-        asked["world_size"] = 1
-    original(**asked)
+        wanted["world_size"] = 1
+    original(**wanted)
     if counts:
         _joined[store.port] = (_joined.get(store.port, 0) if port else 0) + 1
     if waits is None:

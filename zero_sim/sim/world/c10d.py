@@ -65,17 +65,17 @@ def _wrap_init(original: Callable[..., Any]) -> Callable[..., Any]:
             raise UsageError(no_rank())
         if rank_state.join is None:
             return original(*args, **kwargs)
-        asked = signature.bind(*args, **kwargs).arguments
-        if asked.get("backend") == FAKE:
+        requested = signature.bind(*args, **kwargs).arguments
+        if requested.get("backend") == FAKE:
             _leave_groups()
             return original(*args, **kwargs)
-        _check_device(asked.get("device_id"))
+        _check_device(requested.get("device_id"))
         # The world exists already, so this ignores the program's address and ranks.
         rank_state.join()
         group = c10d._get_default_group()
         if isinstance(group, SimProcessGroup):
-            _check_place(group, asked)
-            _answer_to(group, asked)
+            _check_place(group, requested)
+            _name_backend(group, requested)
         return None
 
     return init_process_group
@@ -91,9 +91,9 @@ def _leave_groups() -> None:
     rank_state.c10d_world = RankC10dWorld()
 
 
-def _check_place(group: SimProcessGroup, asked: Mapping[str, Any]) -> None:
+def _check_place(group: SimProcessGroup, requested: Mapping[str, Any]) -> None:
     for name, have in (("rank", group.rank()), ("world_size", group.size())):
-        wanted = asked.get(name, -1)
+        wanted = requested.get(name, -1)
         # -1 is torch's default: read the value from the environment.
         if wanted not in (-1, None, have):
             raise ValueError(
@@ -111,9 +111,9 @@ def _check_device(device: Any) -> None:
         )
 
 
-def _answer_to(group: SimProcessGroup, asked: Mapping[str, Any]) -> None:
+def _name_backend(group: SimProcessGroup, requested: Mapping[str, Any]) -> None:
     """Give a new group the name and time-out of the backend in a program's arguments, if any."""
-    world, name = rank_state.c10d_world, asked.get("backend")
+    world, name = rank_state.c10d_world, requested.get("backend")
     assert world is not None
     if not name:
         return
@@ -126,7 +126,7 @@ def _answer_to(group: SimProcessGroup, asked: Mapping[str, Any]) -> None:
             f"Invalid backend: {unknown[0]!r}; expected one of "
             f"{', '.join(dist.Backend.backend_list)}"
         )
-    group.ask_for(str(backend), timeout=asked.get("timeout"))
+    group.set_backend(str(backend), timeout=requested.get("timeout"))
     world.pg_map[group] = (backend, world.pg_map[group][1])
 
 
@@ -138,21 +138,21 @@ def _wrap_helper(original: Callable[..., Any]) -> Callable[..., Any]:
     def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
         if rank_state.c10d_world is None:
             return original(*args, **kwargs)
-        asked = dict(zip(names, args, strict=False)) | kwargs
-        if asked.get("backend") == FAKE:
+        requested = dict(zip(names, args, strict=False)) | kwargs
+        if requested.get("backend") == FAKE:
             return original(*args, **kwargs)
-        ranks = list(asked["global_ranks_in_group"])
+        ranks = list(requested["global_ranks_in_group"])
         if ranks and rank_state.announce is not None:
             # Not in `_create_group`: torch does not call it on ranks outside the group.
-            rank_state.announce(asked["group_name"], ranks)
-        passed = asked | {"backend": dist.Backend("sim")}
+            rank_state.announce(requested["group_name"], ranks)
+        passed = requested | {"backend": dist.Backend("sim")}
         # `sim` has no use for options and device of the requested backend.
         for name in ("backend_options", "device_id"):
             passed.pop(name, None)
         group, store = original(**passed)
         if isinstance(group, SimProcessGroup):
             group.set_group_store(store)
-            _answer_to(group, asked)
+            _name_backend(group, requested)
         return group, store
 
     return new_process_group_helper
@@ -306,7 +306,7 @@ def reset_rank(*, keep: bool) -> None:
     # Only the default group: other groups belong to the program.
     warm = keep and isinstance(group, SimProcessGroup) and len(world.pg_map) == 1
     if warm and not world.pg_coalesce_state:
-        _answer_to(group, {"backend": "sim"})
+        _name_backend(group, {"backend": "sim"})
         # The default group has name 0, so the next program's groups start at 1.
         world.group_count = 1
         return

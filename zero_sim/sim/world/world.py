@@ -353,7 +353,7 @@ class World:
         c10d.enter_rank_thread(
             rank=rank,
             leave=lambda status: self._leave(rank, status),
-            join=lambda: self._join_as_asked(rank),
+            join=lambda: self._join_as_requested(rank),
             make_group=lambda name, ranks, group_rank: self._make_group(name, ranks, group_rank),
             announce=lambda name, ranks: self._announce_group(rank, name, ranks),
             stores=self._torch_stores,
@@ -413,7 +413,7 @@ class World:
         )
         raise self._run.fail(RankFailed(rank, error, shown_stack()))
 
-    def _join_as_asked(self, rank: int) -> None:
+    def _join_as_requested(self, rank: int) -> None:
         """Join the world for a rank's `init_process_group`."""
         world = c10d.rank_state.c10d_world
         # An initialized world accepts the program's own call of init_process_group.

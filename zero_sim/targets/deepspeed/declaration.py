@@ -94,10 +94,10 @@ def numerics_for(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) 
     wire, wide = own_or(options["communication"], own), own_or(options.get("accumulation"), own)
     is_mixed = {wire, wide} != {own}
     # Stages 1 to 3 divide by the number of ranks before the sum.
-    divide, first, told = "pre", None, "sum"
+    divide, first, reported = "pre", None, "sum"
     if is_mixed or stage == 3:
         # Stage 3 returns gradient parts of any dtype as fp32.
-        told = "fp32" if wide == "fp32" or stage == 3 else "param"
+        reported = "fp32" if wide == "fp32" or stage == 3 else "param"
     if is_all_reduced(scenario, stage=stage) and not options["prescale"]:
         divide = "postmul-rounded"
         first = options["predivide"] if options["predivide"] != 1.0 else None
@@ -115,10 +115,10 @@ def numerics_for(scenario: Scenario, *, stage: int, options: Mapping[str, Any]) 
         accumulate_dtype=wide if is_mixed else None,  # pyrefly: ignore
         reduce_dtype=wire if is_mixed else None,  # pyrefly: ignore
         nonfinite="stepped" if stage == 0 else "skipped",
-        grads_told="after-division",
-        told_dtype=told,
+        reported_grads="after-division",
+        reported_dtype=reported,
         # Below stage 3, trust the reported norm; stage 3 computes it in fp64.
-        norm="told" if stage < 3 else "of-elements",
+        norm="reported" if stage < 3 else "of-elements",
         clip="fp32-inverse" if stage < 3 else "fp64-root-inverse",
     )
 

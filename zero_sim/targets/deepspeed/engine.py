@@ -331,7 +331,7 @@ def convert(saved: Path, universal: Path) -> None:
     """
     from deepspeed.checkpoint import ds_to_universal  # pyrefly: ignore
 
-    asked = Namespace(
+    arguments = Namespace(
         input_folder=str(saved),
         output_folder=str(universal),
         # A single worker runs in this process.
@@ -343,6 +343,6 @@ def convert(saved: Path, universal: Path) -> None:
         inject_missing_state=True,
     )
     # The script prints its progress.
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        ds_to_universal.main(asked)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        ds_to_universal.main(arguments)

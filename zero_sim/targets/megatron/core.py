@@ -160,7 +160,7 @@ class MegatronCore:
         divide_by="ranks",
         sync="last",
         grad_dtype="param",
-        grads_told="before-division",
+        reported_grads="before-division",
     )
 
     def build(

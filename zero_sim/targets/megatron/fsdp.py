@@ -52,9 +52,9 @@ def numerics_for(scenario: Scenario, chosen: Any) -> Numerics:
         grad_dtype="param",
         accumulate_dtype=_of_params(accumulated, scenario),
         reduce_dtype=_of_params(summed, scenario),
-        grads_told="after-division",
+        reported_grads="after-division",
         # Masters are fp32 copies of the params, and the optimizer gets fp32 gradients.
-        told_dtype="fp32",
+        reported_dtype="fp32",
     )
 
 

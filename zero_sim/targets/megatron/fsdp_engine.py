@@ -15,7 +15,7 @@ from zero_sim.scenario.spec import Scenario, SystemSpec
 from zero_sim.targets.options import OptionValue
 from zero_sim.targets.protocol import OwnedPart, Place, StepResult
 from zero_sim.targets.torch.fsdp2_engine import local_of
-from zero_sim.targets.torch.optim import LearningRates, flat_state, grads_to_tell, plain_optimizer
+from zero_sim.targets.torch.optim import LearningRates, flat_state, plain_optimizer, reduced_grads
 from zero_sim.targets.torch.wrapping import called_children
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class MegatronFSDPEngine:
         """Update the params."""
         grads = {name: param.grad for name, param in self._params.items()}
         present = {name: local_of(grad) for name, grad in grads.items() if grad is not None}
-        self._reduced = grads_to_tell(self._spec, present)
+        self._reduced = reduced_grads(self._spec, present)
         self._rates.scale(lr_factor)
         self._optimizer.step()
         # With `fully_shard_optimizer`, the optimizer's `step` does this.

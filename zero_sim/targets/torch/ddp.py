@@ -35,7 +35,7 @@ _FOLLOWS = (
 # buckets. Within `no_sync`, gradients accumulate locally.
 NUMERICS = Numerics(
     divide="premul", divide_by="ranks", sync="last", grad_dtype="param",
-    grads_told="before-division", norm="of-params", clip="fp32-reciprocal",
+    reported_grads="before-division", norm="of-params", clip="fp32-reciprocal",
 )  # fmt: skip
 """DDP's arithmetic without a comm hook."""
 
@@ -211,7 +211,7 @@ class TorchDDP:
         wire: Any = _WIRE[str(hook)]
         # DDP leaves the division to a comm hook. Both hooks divide before the sum, in the
         # communication dtype, and cast the result back to the gradient's dtype.
-        return replace(NUMERICS, divide="pre", reduce_dtype=wire, told_dtype="param")
+        return replace(NUMERICS, divide="pre", reduce_dtype=wire, reported_dtype="param")
 
     def build(self, module: nn.Module, *, scenario: Scenario, group: ProcessGroup) -> DDPEngine:
         """Wrap the module for training on this rank."""

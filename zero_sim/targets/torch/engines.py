@@ -3,7 +3,7 @@
     class MyTarget:
         name = "mine"
         capabilities = Capabilities(stages=(0,))
-        numerics = Numerics(grads_told="after-division")
+        numerics = Numerics(reported_grads="after-division")
 
         def build(self, module, *, scenario, group):
             optimizer = MyOptimizer(module.parameters(), **settings_of(scenario.optimizer))
@@ -62,7 +62,7 @@ class WholeParamEngine(_WholeWorkingParams):
     """A rank with whole params, for systems such as DDP, or ZeRO-1 with an owner for each param.
 
     A step calls `reduce`, `update` and `share`. Gradients are reported as `reduce` leaves them, by
-    default as means, so declare `Numerics(grads_told="after-division")`.
+    default as means, so declare `Numerics(reported_grads="after-division")`.
 
     Args:
         module: The bare model. If forward goes through a wrapper such as DDP, assign the wrapper to
@@ -176,8 +176,8 @@ class FlatShardEngine(_WholeWorkingParams):
     """A ZeRO-1 rank that steps its shard of a flat buffer, with a buffer for each dtype.
 
     A step calls `reduce` for each buffer, `update`, and `gather` for each buffer. Masters are fp32.
-    Declare `Capabilities(stages=(1,))` and `Numerics(grads_told="after-division")`; with bf16
-    params, also `told_dtype="fp32"`.
+    Declare `Capabilities(stages=(1,))` and `Numerics(reported_grads="after-division")`; with bf16
+    params, also `reported_dtype="fp32"`.
 
     Args:
         module: The bare model; its params become views of the buffers.

@@ -25,8 +25,8 @@ from zero_sim.targets.torch.optim import (
     OPTIMIZERS,
     LearningRates,
     flat_state,
-    grads_to_tell,
     plain_optimizer,
+    reduced_grads,
 )
 from zero_sim.targets.torch.wrapping import called_children, stale_after_evaluation, widen_params
 
@@ -130,7 +130,7 @@ class FSDP1Engine:
         # Read gradients before clipping, which writes to them.
         grads = {name: param.grad for name, param in self._params.items()}
         known = {name: grad for name, grad in grads.items() if grad is not None}
-        self._reduced = grads_to_tell(self._spec, known)
+        self._reduced = reduced_grads(self._spec, known)
         norm = None
         if self._spec.clip_norm is not None:
             # The wrapper's method, because the norm needs all ranks' shards.
@@ -240,7 +240,7 @@ class TorchFSDP1:
         # FSDP1 makes no gradients for empty params, so torch takes the norm over fewer params,
         # which has other bits.
         has_empty = any(0 in shape for shape in scenario.model.shapes or ())
-        whole = "told" if has_empty else "of-params"
+        whole = "reported" if has_empty else "of-params"
         reduce: Any = chosen_options(self, scenario)["reduce_dtype"]
         every = scenario.system.sync == "every"
         return Numerics(
@@ -256,8 +256,8 @@ class TorchFSDP1:
             # `every`, sums are cast to fp32 and then added.
             accumulate_dtype="fp32" if every else "param",
             reduce_dtype=reduce,
-            grads_told="after-division",
-            told_dtype="fp32",
+            reported_grads="after-division",
+            reported_dtype="fp32",
             # Without sharding, FSDP1 calls `torch.nn.utils.clip_grad_norm_`.
             norm=whole if _is_whole(scenario) else "of-own-params",
             clip="fp32-reciprocal",
@@ -321,12 +321,12 @@ def _known_to_go_wrong(scenario: Scenario) -> Iterator[Problem]:
     if not _is_whole(scenario):
         yield from stale_after_evaluation(scenario)
     # scenarios/upstream/torch-fsdp1-hybrid-alone.
-    copies = scenario.system.redundancy
-    if 1 < copies == scenario.world.size:
+    replicas = scenario.system.redundancy
+    if 1 < replicas == scenario.world.size:
         yield Problem(
             path="system.redundancy",
             message="torch 2.13 reduces nothing with HYBRID_SHARD if a shard group has one rank, "
-            f"got {copies} shard groups. {UPSTREAM}",
+            f"got {replicas} shard groups. {UPSTREAM}",
             suggestion="Try stage 0, or fewer replicas than ranks.",
         )
 

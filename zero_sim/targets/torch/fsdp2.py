@@ -48,7 +48,7 @@ NUMERICS = Numerics(
     sync="last",
     grad_dtype="param",
     # `.grad` of sharded params contains means.
-    grads_told="after-division",
+    reported_grads="after-division",
     # torch takes the norm of each rank's rows, and an all-reduce adds the squared norms.
     norm="of-rows",
     clip="fp32-reciprocal",
@@ -78,7 +78,7 @@ def numerics_with(scenario: Scenario, chosen: Any) -> Numerics:
         divide_each="round" if in_rounds and division["divide"] in _AFTER else "step",
         accumulate_dtype="fp32" if in_rounds else reduce,
         reduce_dtype=reduce,
-        told_dtype="fp32",
+        reported_dtype="fp32",
     )
 
 
@@ -248,7 +248,7 @@ class TorchFSDP2:
         if is_wide and scenario.system.sync == "last":
             # Everything is fp32. Do not declare it, because declared dtypes have no bound for
             # unknown orders.
-            return replace(rules, accumulate_dtype=None, reduce_dtype=None, told_dtype="sum")
+            return replace(rules, accumulate_dtype=None, reduce_dtype=None, reported_dtype="sum")
         return rules
 
     def refuses(self, scenario: Scenario) -> Iterator[Problem]:

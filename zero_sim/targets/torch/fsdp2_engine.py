@@ -15,7 +15,7 @@ from zero_sim.errors import UsageError
 from zero_sim.scenario.spec import CheckpointForm, Scenario, SystemSpec
 from zero_sim.targets.protocol import OwnedPart, Place, StepResult
 from zero_sim.targets.torch import dcp
-from zero_sim.targets.torch.optim import LearningRates, flat_state, grads_to_tell, plain_optimizer
+from zero_sim.targets.torch.optim import LearningRates, flat_state, plain_optimizer, reduced_grads
 from zero_sim.targets.torch.wrapping import called_children, widen_params
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class FSDP2Engine:
     def step(self, *, lr_factor: float) -> StepResult:
         """Clip if the scenario does, and update the shards."""
         # Read gradients before clipping, which writes to them.
-        self._reduced = grads_to_tell(self._spec, self._gradients())
+        self._reduced = reduced_grads(self._spec, self._gradients())
         norm = self._clip()
         self._rates.scale(lr_factor)
         self._optimizer.step()

@@ -72,7 +72,7 @@ def settings_of(spec: OptimizerSpec) -> dict[str, Any]:
     _check_named(spec)
     known = _settings_known(spec.name)
     # Each class takes some of these settings: SGD, for example, has no betas.
-    said = {
+    values = {
         "lr": spec.lr,
         "betas": spec.betas,
         "eps": spec.eps,
@@ -82,7 +82,7 @@ def settings_of(spec: OptimizerSpec) -> dict[str, Any]:
         "amsgrad": spec.amsgrad,
         "foreach": spec.foreach,
     }
-    return {name: value for name, value in said.items() if name in known}
+    return {name: value for name, value in values.items() if name in known}
 
 
 def _check_spec(spec: object, *, of: str) -> None:
@@ -112,7 +112,7 @@ def decays_weights(spec: OptimizerSpec) -> bool:
     return bool(spec.weight_decay) or any(group.weight_decay for group in spec.groups)
 
 
-def grads_to_tell(spec: OptimizerSpec, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def reduced_grads(spec: OptimizerSpec, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return gradients to report, copied if clipping or the update changes them."""
     # Clipping writes to gradients, and so does torch's foreach SGD with Nesterov momentum, which
     # adds the momentum in place (torch/optim/sgd.py, `_multi_tensor_sgd`).
@@ -145,8 +145,8 @@ def own_settings(group: ParamGroupSpec) -> dict[str, float]:
         group: An entry of `scenario.optimizer.groups`.
     """
     # None stands for the optimizer's setting.
-    said = {"lr": group.lr, "weight_decay": group.weight_decay}
-    return {name: value for name, value in said.items() if value is not None}
+    values = {"lr": group.lr, "weight_decay": group.weight_decay}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def param_groups(spec: OptimizerSpec, params: Mapping[str, Tensor]) -> list[dict[str, Any]]:

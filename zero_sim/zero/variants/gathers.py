@@ -97,4 +97,4 @@ class GatheredAfterStep(OnUse):
         # In turn, so that memory holds a single unsharded unit.
         for unit in (unit for buffer in self._gathered for unit in buffer.units):
             unit.gather()
-            unit.free_params()
+            unit.reshard()

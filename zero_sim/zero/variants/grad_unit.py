@@ -49,7 +49,7 @@ class GradUnit:
     storage: Storage
     group: dist.ProcessGroup
     """The shard group, in shard order."""
-    sums_whole: bool
+    sums_unsharded: bool
     """True to sum everything to all ranks; each rank keeps its part."""
     grads_stay: bool
     """True if gradients are accumulated in `main_grad` and stay there. Otherwise the unit copies
@@ -155,7 +155,7 @@ class GradUnit:
             memory.param.grad = None
 
     def _sum(self, *, async_op: bool) -> list[dist.Work]:
-        if self.sums_whole:
+        if self.sums_unsharded:
             # 1D, all gradients in one call.
             works = [all_reduce_sum(self.grads, group=self.group, async_op=async_op)]
         else:

@@ -23,7 +23,7 @@ from zero_sim.zero.schedule import UnderBackward, Wrapped
 from zero_sim.zero.storage import Storage, TransientStorage
 from zero_sim.zero.unit import ParamMemory, Unit
 from zero_sim.zero.variants.grad_unit import GradSlice, GradUnit
-from zero_sim.zero.variants.root_reduce import WholeSumUnit
+from zero_sim.zero.variants.root_reduce import UnshardedSumUnit
 
 
 class LentStorage:
@@ -72,7 +72,7 @@ class BufferSettings:
     contiguous_grads: bool = True
     """True to copy each gradient on arrival; False to copy a unit's gradients into new memory once
     all are complete."""
-    sums_whole: bool = False
+    sums_unsharded: bool = False
     """True to sum everything to all ranks; each rank keeps its part."""
 
     def __post_init__(self) -> None:
@@ -162,7 +162,7 @@ class ReduceBuffers:
             slices=slices,
             storage=self._storage_of(plan, home=home),
             group=group,
-            sums_whole=self._settings.sums_whole,
+            sums_unsharded=self._settings.sums_unsharded,
             # Stage 1 accumulates in `main_grad`; stage 2 keeps only the owner's part of the sum.
             grads_stay=not config.sharding.grads,
             on_arrival=self._settings.contiguous_grads,
@@ -280,11 +280,11 @@ def _check_config(config: ZeroConfig) -> None:
 def _check_units(units: Sequence[Unit]) -> None:
     """Refuse unit classes with their own sums, which would never be issued."""
     for unit in units:
-        if isinstance(unit, WholeSumUnit):
+        if isinstance(unit, UnshardedSumUnit):
             raise UsageError(
                 f"expected units without their own sums, because reduce buffers sum gradients, "
                 f"got {type(unit).__name__} for {unit.name}. Remove `unit` from the seams; for an "
-                f"all-reduce pass BufferSettings(sums_whole=True)."
+                f"all-reduce pass BufferSettings(sums_unsharded=True)."
             )
 
 

@@ -72,7 +72,7 @@ class _SumAtFirst:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class WholeSumUnit(Unit):
+class UnshardedSumUnit(Unit):
     """A unit whose unsharded gradients are summed to all ranks in its shard group."""
 
     sum_all: ClassVar[Callable[..., dist.Work | None]]
@@ -85,7 +85,7 @@ class WholeSumUnit(Unit):
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class AllReducedUnit(WholeSumUnit):
+class AllReducedUnit(UnshardedSumUnit):
     """A unit whose unsharded gradients are summed by an all-reduce.
 
     Raises:
@@ -105,7 +105,7 @@ class AllReducedUnit(WholeSumUnit):
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class SummedAtFirstUnit(WholeSumUnit):
+class SummedAtFirstUnit(UnshardedSumUnit):
     """A unit whose unsharded gradients are summed on the first rank, at stage 0 too."""
 
     sum_all = staticmethod(sum_at_first)

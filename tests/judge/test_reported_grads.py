@@ -19,7 +19,7 @@ CASE = Scenario(
 )
 UNKNOWN = replace(CASE, world=WorldSpec(size=3, order_known=False))
 NARROW = replace(UNKNOWN, model=ModelSpec(name="mlp", hidden=3, dtype="bf16"))
-BEFORE, AFTER = (Numerics(grads_told=f"{side}-division") for side in ("before", "after"))
+BEFORE, AFTER = (Numerics(reported_grads=f"{side}-division") for side in ("before", "after"))
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_other_side_of_the_division_is_named(pool, scenario, does, declared, rig
     finding = run_case(scenario, pool=pool, target=Target(does, declared)).findings[0]
     assert finding.check == "equality.grad"
     assert f"{right} the division by 3" in finding.detail
-    assert f"Numerics(grads_told='{right}-division')" in finding.detail
+    assert f"Numerics(reported_grads='{right}-division')" in finding.detail
 
 
 @pytest.mark.parametrize("scenario", [CASE, UNKNOWN], ids=["known", "unknown"])
@@ -52,4 +52,4 @@ def test_gradient_that_fits_neither_side_has_no_hint(pool, scenario):
     target = Target({"told": "after-division", "by": 7}, BEFORE)
     finding = run_case(scenario, pool=pool, target=target).findings[0]
     assert finding.check == "equality.grad"
-    assert "grads_told" not in finding.detail
+    assert "reported_grads" not in finding.detail

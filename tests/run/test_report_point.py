@@ -29,7 +29,9 @@ CLIPS = {
 
 
 def taken(result):
-    return [note.partition("grads_told = ")[2].partition(",")[0] for note in taken_notes(result)]
+    return [
+        note.partition("reported_grads = ")[2].partition(",")[0] for note in taken_notes(result)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -66,10 +68,10 @@ def test_point_is_inferred_once_per_target(pool, monkeypatch):
 
 
 def test_declared_point_is_not_changed(pool):
-    target = Target(shows=True, grads_told="before-division")
+    target = Target(shows=True, reported_grads="before-division")
     result = run_case(CASE, pool=pool, target=target)
     assert result.findings[0].check == "equality.grad"
-    assert "declare Numerics(grads_told='after-division')" in result.findings[0].detail
+    assert "declare Numerics(reported_grads='after-division')" in result.findings[0].detail
     assert taken(result) == []
 
 
@@ -104,4 +106,4 @@ SHIPPED = [
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_shipped_target_declares_the_point(name):
-    assert numerics_of(find_target(name), CASE).grads_told is not None
+    assert numerics_of(find_target(name), CASE).reported_grads is not None

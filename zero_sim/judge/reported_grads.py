@@ -14,17 +14,17 @@ from zero_sim.findings.ratio import find_ratio
 from zero_sim.reference import Division, ReferenceStep, StepAgain
 from zero_sim.reference.bounding import Interval
 from zero_sim.targets import Numerics
-from zero_sim.targets.numerics import GradsTold, ToldDtype
+from zero_sim.targets.numerics import ReportedDtype, ReportedGrads
 
-_IN: Mapping[ToldDtype, str] = {
+_IN: Mapping[ReportedDtype, str] = {
     "sum": "the dtype of the sum",
     "param": "the dtype of the param",
     "fp32": "fp32",
 }
 
 
-def told_as(
-    expected: ReferenceStep, name: str, *, point: GradsTold, dtype: ToldDtype
+def as_reported(
+    expected: ReferenceStep, name: str, *, point: ReportedGrads, dtype: ReportedDtype
 ) -> Tensor | None:
     """Return a reduced gradient at a point of the step; None if the step does not get there.
 
@@ -60,18 +60,18 @@ def sum_as_reported(by: StepAgain, name: str, *, numerics: Numerics) -> Tensor:
         numerics: Declared by the target.
     """
     taken = by.again.taken
-    if numerics.told_at == "after-unscale":
+    if numerics.reported_at == "after-unscale":
         taken = replace(
             taken, grads={name: by.sum(name)}, update=replace(taken.update, division=by.division)
         )
-        told = told_as(taken, name, point="after-unscale", dtype=numerics.told_dtype)
-        if told is not None:
-            return told
+        reported = as_reported(taken, name, point="after-unscale", dtype=numerics.reported_dtype)
+        if reported is not None:
+            return reported
     like = taken.params[name].dtype
-    return _in_dtype(by.sum(name), by.division, numerics.told_at, numerics.told_dtype, like)
+    return _in_dtype(by.sum(name), by.division, numerics.reported_at, numerics.reported_dtype, like)
 
 
-def told_otherwise(
+def hint_of_other_point(
     expected: ReferenceStep,
     name: str,
     cut: Callable[[Tensor], Tensor],
@@ -92,32 +92,32 @@ def told_otherwise(
         Empty if none fits.
     """
     # Propose the first declaration with equal bits.
-    for point in get_args(GradsTold):
-        for dtype in get_args(ToldDtype):
-            other = told_as(expected, name, point=point, dtype=dtype)
-            is_declared = (point, dtype) == (numerics.told_at, numerics.told_dtype)
+    for point in get_args(ReportedGrads):
+        for dtype in get_args(ReportedDtype):
+            other = as_reported(expected, name, point=point, dtype=dtype)
+            is_declared = (point, dtype) == (numerics.reported_at, numerics.reported_dtype)
             if other is None or is_declared or not _is(cut(other), got):
                 continue
-            said = [f"grads_told='{point}'"] if point != numerics.told_at else []
-            said += [f"told_dtype='{dtype}'"] if dtype != numerics.told_dtype else []
+            fields = [f"reported_grads='{point}'"] if point != numerics.reported_at else []
+            fields += [f"reported_dtype='{dtype}'"] if dtype != numerics.reported_dtype else []
             what = f"its bits {_where(point, expected.divisor)}"
-            what += f", in {_IN[dtype]}" if dtype != numerics.told_dtype else ""
-            return _declare(what, ", ".join(said))
+            what += f", in {_IN[dtype]}" if dtype != numerics.reported_dtype else ""
+            return _declare(what, ", ".join(fields))
     # No exact match. Perhaps it is reported after a division that rounds in another way.
-    told = told_as(expected, name, point="before-division", dtype=numerics.told_dtype)
-    if told is None or numerics.told_at != "before-division" or expected.divisor == 1:
+    reported = as_reported(expected, name, point="before-division", dtype=numerics.reported_dtype)
+    if reported is None or numerics.reported_at != "before-division" or expected.divisor == 1:
         return ""
-    told = cut(told)
-    alike = told.numel() == got.numel() and told.dtype == got.dtype
-    ratio = find_ratio(told, got) if alike else None
+    reported = cut(reported)
+    alike = reported.numel() == got.numel() and reported.dtype == got.dtype
+    ratio = find_ratio(reported, got) if alike else None
     if ratio and ratio.is_rounded and not ratio.is_multiple and ratio.number == expected.divisor:
         # Not the same bits, because the target also divides by another rule.
         what = f"its values {_where('after-division', expected.divisor)}, up to rounding"
-        return _declare(what, "grads_told='after-division'")
+        return _declare(what, "reported_grads='after-division'")
     return ""
 
 
-def told_within_bounds(bound: Interval, got: Tensor, *, divisor: float, divided: bool) -> str:
+def hint_within_bounds(bound: Interval, got: Tensor, *, divisor: float, divided: bool) -> str:
     """Propose a declaration if a gradient fits the bounds on the other side of the division.
 
     Args:
@@ -131,7 +131,7 @@ def told_within_bounds(bound: Interval, got: Tensor, *, divisor: float, divided:
     """
     if divisor == 1:
         return ""
-    point: GradsTold = "before-division" if divided else "after-division"
+    point: ReportedGrads = "before-division" if divided else "after-division"
     if not divided:
         bound = bound.divided_by(divisor)
         # Rounding is monotonic, so rounded ends bound rounded quotients.
@@ -139,19 +139,19 @@ def told_within_bounds(bound: Interval, got: Tensor, *, divisor: float, divided:
         bound = replace(bound, low=low, high=high)
     if not bool(bound.holds(got).all()):
         return ""
-    return _declare(f"within its bounds {_where(point, divisor)}", f"grads_told='{point}'")
+    return _declare(f"within its bounds {_where(point, divisor)}", f"reported_grads='{point}'")
 
 
-def _where(point: GradsTold, divisor: float) -> str:
+def _where(point: ReportedGrads, divisor: float) -> str:
     return point.replace("-", " the ") + (f" by {divisor:g}" if "division" in point else "")
 
 
-def _declare(what: str, said: str) -> str:
-    return f"these are {what}.\nIf this is intended, declare Numerics({said})"
+def _declare(what: str, fields: str) -> str:
+    return f"these are {what}.\nIf this is intended, declare Numerics({fields})"
 
 
 def _in_dtype(
-    grad: Tensor, division: Division, point: GradsTold, dtype: ToldDtype, like: torch.dtype
+    grad: Tensor, division: Division, point: ReportedGrads, dtype: ReportedDtype, like: torch.dtype
 ) -> Tensor:
     """Convert a sum to the point and dtype of the report."""
     if dtype == "fp32" and not division.is_rounded:

@@ -79,7 +79,7 @@ def _hook_kinds() -> tuple[str, ...]:
     return tuple(kind for kind in vars(nn.Module()) if kind.endswith("_hooks"))
 
 
-def check_given_back(
+def check_unwrapped(
     module: nn.Module,
     before: ModuleNote,
     *,
@@ -117,8 +117,8 @@ def check_given_back(
     for what, cls in before.classes.items():
         got = now.classes.get(what)
         if got is not cls:
-            shown = "none" if got is None else got.__name__
-            yield wrong(f"has another class in place of {cls.__name__} at {what!r}: {shown}")
+            observed = "none" if got is None else got.__name__
+            yield wrong(f"has another class in place of {cls.__name__} at {what!r}: {observed}")
     for whose in sorted(before.attributes.keys() | now.attributes.keys()):
         had, has = (each.attributes.get(whose, frozenset()) for each in (before, now))
         for name in sorted(had ^ has):

@@ -21,20 +21,20 @@ from zero_sim.run.contexts import View, build_contexts
 from zero_sim.run.program import GroupContext, Outcome, Segment
 from zero_sim.run.reports import Failure, FailureKind, Report
 from zero_sim.sim import RankFailed
-from zero_sim.targets import Target, check_asked, rules_of
+from zero_sim.targets import Target, check_supported, rules_of
 from zero_sim.targets.rank_local import why_not_judged
 
 
 class Ranks(Protocol):
     """Ranks that a process runs: a whole simulated world, or its own rank."""
 
-    def run(self, segment: Segment, index: int, trial: Trial, *, target: Target) -> None:
+    def run(self, segment: Segment, index: int, running: RunningCase, *, target: Target) -> None:
         """Run consecutive steps in one world.
 
         Args:
             segment: The steps.
             index: The segment's index in the case.
-            trial: Builds the ranks' contexts, and receives findings that judges do not have.
+            running: Builds the ranks' contexts, and receives findings that judges do not have.
             target: The system under test.
 
         Raises:
@@ -48,7 +48,7 @@ class Ranks(Protocol):
 
 
 @dataclass(kw_only=True, slots=True)
-class Trial:
+class RunningCase:
     """A running case's state in one process."""
 
     device: str = "cpu"
@@ -96,7 +96,7 @@ class Trial:
             # Within `try`, because finding a target may raise errors of the user or the machine.
             target = find()
             self.other_version = why_not_judged(target)
-            check_asked(target, segment.scenario)
+            check_supported(target, segment.scenario)
             for index, segment in enumerate(segments):
                 ranks.run(segment, index, self, target=target)
                 # Stop after a finding, because a checkpoint carries wrong values into the next
@@ -181,7 +181,7 @@ class Trial:
             measured=self.measured,
             accuracy=self.outcome.accuracy,
             other_version=self.other_version,
-            said=self.outcome.notes,
+            system_notes=self.outcome.notes,
             buffer_maps=[judge.buffer_map() for judge in self.judges] if with_buffer_maps else (),
         )
 
@@ -198,18 +198,18 @@ class Trial:
         if kind == "system" and is_asked:
             try:
                 # If references cannot compute this step either, the system is not to blame.
-                self._ask_references(segment)
+                self._advance_references(segment)
             except (EnvironmentProblem, UntrainableError, JudgeFailed) as of_ours:
                 error, kind = of_ours, _kind_of(of_ours)
         self.fail(error, kind=kind, rank=failed.rank, traceback_text=failed.traceback_text)
 
-    def _ask_references(self, segment: Segment) -> None:
+    def _advance_references(self, segment: Segment) -> None:
         """Let references compute the failed step; they raise if they cannot."""
         with RankTime().harness():
             for judge in self.judges:
                 # Only judges of the failed segment.
                 if judge.group.first_step == segment.start:
-                    judge.ask_reference()
+                    judge.advance_reference()
 
 
 def _kind_of(error: BaseException) -> FailureKind:

@@ -11,12 +11,12 @@ from zero_sim.errors import UsageError
 from zero_sim.host.packages import packages_needed
 
 if TYPE_CHECKING:
-    from zero_sim.rules.rank_globals import KeptNames
+    from zero_sim.rules.rank_globals import RankGlobals
     from zero_sim.scenario.spec import Scenario
     from zero_sim.targets import Target
 
 
-def tell_kept_names(name: str, *, packages: Sequence[str]) -> int:
+def print_rank_globals(name: str, *, packages: Sequence[str]) -> int:
     """Find per-process state in a target's library, print its declaration, return the exit status.
 
     Args:
@@ -27,7 +27,7 @@ def tell_kept_names(name: str, *, packages: Sequence[str]) -> int:
         UsageError: The target supports no case on two ranks.
     """
     with packages_needed():
-        from zero_sim.rules.rank_globals import find_kept_names
+        from zero_sim.rules.rank_globals import find_rank_globals
         from zero_sim.script.rank_local_modules import check_found
         from zero_sim.targets import import_target
     target = import_target(name)
@@ -40,7 +40,7 @@ def tell_kept_names(name: str, *, packages: Sequence[str]) -> int:
             f"expected a target that supports two ranks, got {name!r}, whose capabilities rule "
             "them out. Widen its `capabilities`."
         )
-    found = find_kept_names(target, cases, packages=chosen)
+    found = find_rank_globals(target, cases, packages=chosen)
     for line in _lines(found):
         click.echo(line)
     return 0 if all(result.verdict == "pass" for result in found.results) else 1
@@ -78,7 +78,7 @@ def _cases(target: Target) -> Iterator[Scenario]:
             yield case
 
 
-def _lines(found: KeptNames) -> Iterator[str]:
+def _lines(found: RankGlobals) -> Iterator[str]:
     """Yield counts, verdicts, and the declaration as Python to paste."""
     cases = len(found.results)
     yield (

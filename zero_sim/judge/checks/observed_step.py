@@ -11,7 +11,7 @@ from zero_sim.cost.forms import ParamSize
 from zero_sim.cost.hook_trace import HookTrace
 from zero_sim.cost.memory_recorder import MemoryRecorder
 from zero_sim.cost.volume import HeldSize
-from zero_sim.judge.comparison import Comparing, Owed
+from zero_sim.judge.comparison import Comparing, ExpectedSteps
 from zero_sim.judge.forward_reads import ForwardReads
 from zero_sim.judge.judged_group import JudgedGroup
 from zero_sim.targets import EngineAdapter, OwnedPart, StepResult
@@ -43,7 +43,7 @@ _NO_RESULT = StepResult()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shown:
+class ObservedStep:
     """A rank's state at one point of a step, and its expected values."""
 
     rank: int
@@ -52,7 +52,7 @@ class Shown:
     engine: EngineAdapter
     notes: RankNotes
     group: JudgedGroup
-    owed: Owed
+    expected_steps: ExpectedSteps
     # Views, so checks must not keep them.
     parts: Sequence[OwnedPart] = ()
     losses: Sequence[Tensor] = ()
@@ -65,4 +65,4 @@ class Shown:
     @property
     def comparison(self) -> Comparing:
         """The current comparison. It changes if the judge falls back to local steps."""
-        return self.owed.comparison
+        return self.expected_steps.comparison

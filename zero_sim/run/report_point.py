@@ -18,23 +18,23 @@ from zero_sim.scenario.checks import Check
 from zero_sim.scenario.spec import AnyModelName, OptimizerSpec, Scenario
 from zero_sim.targets import Numerics, Target, capabilities_of, numerics_of, refusals
 from zero_sim.targets.adapt import GRADIENTS
-from zero_sim.targets.numerics import GradsTold
+from zero_sim.targets.numerics import ReportedGrads
 from zero_sim.workloads import EXACT_MODELS
 
 # Small, so that every gradient is clipped, and differs from the mean.
 _CLIP_NORM = 0.01
 
-Point = MutableSequence[GradsTold | None]
+Point = MutableSequence[ReportedGrads | None]
 """A target's inferred point as the only entry, None if none fits; empty before the inference."""
-Judge = Callable[[Scenario, GradsTold | None], CaseResult]
+Judge = Callable[[Scenario, ReportedGrads | None], CaseResult]
 
 
-class ToldAt:
+class WithReportPoint:
     """A target with a point added to its numerics, at which it reports gradients."""
 
-    def __init__(self, target: Target, point: GradsTold) -> None:
+    def __init__(self, target: Target, point: ReportedGrads) -> None:
         self._target = target
-        self._point: GradsTold = point
+        self._point: ReportedGrads = point
         self.name = target.name
 
     def __getattr__(self, name: str) -> Any:
@@ -47,10 +47,10 @@ class ToldAt:
 
     def numerics(self, scenario: Scenario) -> Numerics:
         """Return the target's numerics with the point."""
-        return replace(numerics_of(self._target, scenario), grads_told=self._point)
+        return replace(numerics_of(self._target, scenario), reported_grads=self._point)
 
 
-def judge_as_told(
+def judge_at_report_point(
     scenario: Scenario, *, judge: Judge, find: Callable[[], Target], known: Point
 ) -> CaseResult:
     """Judge a case with the declared point of its target, or with the point that fits.
@@ -68,7 +68,7 @@ def judge_as_told(
         result = judge(scenario, None)
         # With another first finding, another point would not help.
         differs = bool(result.findings) and result.findings[0].check == Check.EQUALITY_GRAD
-        if not differs or numerics_of(find(), scenario).grads_told is not None:
+        if not differs or numerics_of(find(), scenario).reported_grads is not None:
             return result
         # Infer at most once per target, even if no point fits.
         known.append(_work_out(find(), judge=judge))
@@ -78,12 +78,14 @@ def judge_as_told(
     return result if known[0] is None else _with_note(result, known[0])
 
 
-def _work_out(target: Target, *, judge: Judge) -> GradsTold | None:
+def _work_out(target: Target, *, judge: Judge) -> ReportedGrads | None:
     """Return the point that fits cases with 3 ranks, with SGD if possible; None if none fits."""
-    fitting: list[GradsTold] = []
+    fitting: list[ReportedGrads] = []
     for case in _cases(target):
         try:
-            now = [point for point in fitting or get_args(GradsTold) if _shows(judge(case, point))]
+            now = [
+                point for point in fitting or get_args(ReportedGrads) if _shows(judge(case, point))
+            ]
         except EnvironmentProblem:
             break  # This backend cannot run 3 ranks.
         if not now:
@@ -93,10 +95,10 @@ def _work_out(target: Target, *, judge: Judge) -> GradsTold | None:
     return fitting[0] if fitting else None
 
 
-def _with_note(result: CaseResult, point: GradsTold) -> CaseResult:
+def _with_note(result: CaseResult, point: ReportedGrads) -> CaseResult:
     note = (
-        f"{TAKEN}grads_told = {point!r}, because cases of 3 ranks match by it. Declare "
-        f"Numerics(grads_told={point!r})"
+        f"{TAKEN}reported_grads = {point!r}, because cases of 3 ranks match by it. Declare "
+        f"Numerics(reported_grads={point!r})"
     )
     return replace(result, notes=(*result.notes, note))
 

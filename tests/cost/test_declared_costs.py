@@ -54,7 +54,7 @@ def only(result):
 ALONE = [
     ({"volume": "textbook"}, "V15", "invariant.volume"),
     ({"calls": "textbook"}, "M111", "invariant.volume"),
-    ({"calls": "told-buckets"}, "M111", "invariant.volume"),
+    ({"calls": "reported-buckets"}, "M111", "invariant.volume"),
     ({"held": "textbook"}, "V02", "invariant.memory"),
     ({"in_flight": "textbook"}, "M115", "invariant.overlap"),
 ]
@@ -82,7 +82,7 @@ def test_undeclared_parts_are_not_checked(pool, costs, mutant):
 def test_own_system_passes_with_reported_buckets(pool, stage, size):
     system = SystemSpec(stage=stage, bucket_elems=1000)
     result = judged(
-        pool, Target(calls="told-buckets"), system=system, world=WorldSpec(size=size),
+        pool, Target(calls="reported-buckets"), system=system, world=WorldSpec(size=size),
         run=RunSpec(steps=2, micro_batches=2),
     )  # fmt: skip
     assert (result.verdict, result.findings) == ("pass", ())
@@ -99,14 +99,14 @@ COPIES = [
 def test_sums_over_replicas_are_not_double_reductions(pool, copies):
     system = SystemSpec(bucket_elems=1000, **copies)
     run = {"world": WorldSpec(size=4), "run": RunSpec(steps=2, micro_batches=2)}
-    result = judged(pool, Target(calls="told-buckets"), system=system, **run)
+    result = judged(pool, Target(calls="reported-buckets"), system=system, **run)
     assert (result.verdict, result.findings) == ("pass", ())
 
 
 def test_all_reduced_bucket_is_found_with_replicas(pool):
     """The sum over replicas has as many ranks as the sum in a shard group."""
     system = SystemSpec(bucket_elems=1000, redundancy=2)
-    target = Target(calls="told-buckets")
+    target = Target(calls="reported-buckets")
     said = only(judged(pool, target, "M111", system=system, world=WorldSpec(size=4))).message
     assert "1 x reduce_scatter of" in said
 
@@ -114,7 +114,7 @@ def test_all_reduced_bucket_is_found_with_replicas(pool):
 @pytest.mark.parametrize("redundancy", [1, 2])
 def test_expert_buckets_are_reduced_by_their_groups(pool, redundancy):
     result = judged(
-        pool, Target(calls="told-buckets"), system=SystemSpec(redundancy=redundancy),
+        pool, Target(calls="reported-buckets"), system=SystemSpec(redundancy=redundancy),
         model=ModelSpec(name="moe", hidden=6), world=WorldSpec(size=8),
         topology=TopologySpec(ep=2),
     )  # fmt: skip
@@ -124,14 +124,14 @@ def test_expert_buckets_are_reduced_by_their_groups(pool, redundancy):
 def test_tensor_parallel_sums_are_not_buckets(pool):
     """As many ranks have parts of a layer as share a part."""
     result = judged(
-        pool, Target(calls="told-buckets"), world=WorldSpec(size=4),
+        pool, Target(calls="reported-buckets"), world=WorldSpec(size=4),
         model=ModelSpec(name="tp-block", hidden=16), topology=TopologySpec(tp=2),
     )  # fmt: skip
     assert (result.verdict, result.findings) == ("pass", ())
 
 
 def test_all_reduced_bucket_is_found(pool):
-    said = only(judged(pool, Target(calls="told-buckets"), "M111")).message
+    said = only(judged(pool, Target(calls="reported-buckets"), "M111")).message
     assert "1 x all_reduce of" in said
     assert "1 x reduce_scatter of" in said
 
@@ -141,8 +141,8 @@ def test_ignored_bucket_size_is_found(pool):
         from zero_sim.targets import EVERYTHING as capabilities
 
     many = SystemSpec(bucket_elems=100_000)
-    assert judged(pool, Follows(calls="told-buckets"), system=many).verdict == "pass"
-    said = only(judged(pool, Follows(calls="told-buckets"), "V05", system=many)).message
+    assert judged(pool, Follows(calls="reported-buckets"), system=many).verdict == "pass"
+    said = only(judged(pool, Follows(calls="reported-buckets"), "V05", system=many)).message
     assert "expected at most" in said
     assert "with bucket_elems = 100000" in said
 
@@ -184,7 +184,7 @@ def test_bytes_in_flight_are_limited(pool):
 
 
 def test_invalid_declaration_is_refused():
-    with pytest.raises(UsageError, match=r"Costs.calls to be 'textbook' or 'told-buckets'"):
+    with pytest.raises(UsageError, match=r"Costs.calls to be 'textbook' or 'reported-buckets'"):
         Costs(calls="all")
     with pytest.raises(UsageError, match=r"Costs.gathers to be an integer at least 0"):
         Costs(gathers=-1)
