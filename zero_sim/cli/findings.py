@@ -18,7 +18,7 @@ from zero_sim.report.commands import DEFAULT_BUNDLES
 @bundles_option
 @json_option
 def explain(name: str, bundles: Path, as_json: bool) -> None:
-    """Explain a check: its meaning, usual causes, the next step and known cases.
+    """Explain a check: meaning, usual causes, next step, known cases.
 
     With a bundle, prints its case and explains the check of its first finding.
 
