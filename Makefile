@@ -123,6 +123,7 @@ dist: $(VENV)/.installed
 # The site, in site/. Strict: a broken link, or a page that cannot be made, is an error.
 docs: $(VENV)/.installed
 	DISABLE_MKDOCS_2_WARNING=true NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "== Built in site. For search, serve it: $(BIN)/python -m http.server --directory site"
 
 bench: $(VENV)/.installed
 	$(BIN)/zero-sim bench
