@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.fuzz.kept_reports import report_of
+from tests.fuzz.corpus_reports import report_of
 from tests.fuzz.test_old_corpus import old_line, write
 from zero_sim.bundle import read_bundle
 from zero_sim.calculators.network_file import load_network

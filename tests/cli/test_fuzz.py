@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.cli.ended import assert_ended
-from tests.fuzz.kept_reports import report_of
+from tests.fuzz.corpus_reports import report_of
 from zero_sim.cli.main import main
 from zero_sim.errors import EnvironmentProblem
 from zero_sim.fuzz import campaign, corpus

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.cli.ended import assert_ended
-from tests.fuzz.kept_reports import HEAD, make_shard, report_of
+from tests.fuzz.corpus_reports import HEAD, make_shard, report_of
 from zero_sim.cli.main import main
 from zero_sim.fuzz.corpus import open_corpus
 

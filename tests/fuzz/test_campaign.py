@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fuzz.kept_reports import HEAD, found, report_of
+from tests.fuzz.corpus_reports import HEAD, found, report_of
 from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.fuzz import campaign, corpus
 from zero_sim.fuzz.campaign import Plan, run_campaign

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fuzz.kept_reports import HEAD, found, report_of
+from tests.fuzz.corpus_reports import HEAD, found, report_of
 from tests.odd_files import make_odd
 from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.fuzz import corpus as corpus_module

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fuzz.kept_reports import HEAD, found, make_shard, report_of
+from tests.fuzz.corpus_reports import HEAD, found, make_shard, report_of
 from zero_sim.errors import UsageError
 from zero_sim.fuzz.corpus import open_corpus, read_corpus
 from zero_sim.fuzz.joining import join_corpora

@@ -13,7 +13,7 @@ import json, os, random, signal, sys
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from tests.fuzz.kept_reports import HEAD, found, report_of
+from tests.fuzz.corpus_reports import HEAD, found, report_of
 from zero_sim.fuzz import campaign
 from zero_sim.fuzz.campaign import Plan, run_campaign
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.fuzz.kept_reports import HEAD, found, report_of
+from tests.fuzz.corpus_reports import HEAD, found, report_of
 from zero_sim.errors import UsageError
 from zero_sim.fuzz.corpus import open_corpus, read_corpus
 from zero_sim.fuzz.records import to_json

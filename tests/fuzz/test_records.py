@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.fuzz.kept_reports import found, report_of
+from tests.fuzz.corpus_reports import found, report_of
 from zero_sim.fuzz.records import BatchReport, from_json, to_json
 from zero_sim.shrink.keys import Key
 
