@@ -63,6 +63,14 @@ def norm_of_shard(engine, wide):
     return squares.sqrt()
 
 
+def norm_of_squares(engine, wide):
+    """Root of the squares of all shards, added without a norm."""
+    own = torch.cat([wide[name].reshape(-1) for name in engine.owned()])
+    squares = own.square().sum()
+    dist.all_reduce(squares, group=engine.group)
+    return squares.sqrt()
+
+
 def norm_of_nobody(engine, wide):
     """Norm by a rule of its own."""
     return fp32(sum(float(grad.abs().sum()) for grad in wide.values()))
@@ -219,6 +227,12 @@ RULES = {
         CLIPPED,
         {"norm": norm_of_shard, "shards": True},
         Numerics(norm="of-shards"),
+        {"stages": (1,)},
+    ),
+    "norm of squares": (
+        CLIPPED,
+        {"norm": norm_of_squares, "shards": True},
+        Numerics(norm="of-squares"),
         {"stages": (1,)},
     ),
     "a norm of nobody's": (CLIPPED, {"norm": norm_of_nobody}, Numerics(norm="reported"), {}),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.judge.ruled import Engine, Target
+from tests.judge.test_declared_rules import norm_of_squares
 from tests.own_models import OwnModelTarget
 from zero_sim.backends.worlds import WorldPool
 from zero_sim.errors import Problem, UsageError
@@ -69,6 +70,15 @@ def test_norm_of_unknown_form_is_taken_as_reported(quick):
         "norm: no known form has the bits of all norms of 29 random gradients: taken as reported"
         in (found.unclear)
     )
+
+
+def test_norm_and_clip_are_found_from_clipped_gradients(quick):
+    """Gradients are reported after clipping, so both rules show in the gradient first."""
+    reciprocal = lambda norm, bound: torch.clamp(bound / (norm + 1e-6), max=1.0)  # noqa: E731
+    does = {"told": "after-clip", "norm": norm_of_squares, "shards": True, "clip": reciprocal}
+    found = find_rules(Target(does, stages=(1,)))
+    rules = [found.numerics[name] for name in ("reported_grads", "norm", "clip")]
+    assert rules == ["after-clip", "of-squares", "fp32-reciprocal"]
 
 
 def of_long_ones(engine, wide):

@@ -9,8 +9,9 @@ A norm that is rounded to fp32 piece by piece depends on the pieces:
 - `of-own-params`: each rank takes a norm per owned param part, then the norm over these norms, and
   one call adds the squares. fairscale's OSS does this, and Megatron-LM with shards.
 - `of-shards`: each rank takes a single norm over its whole shard, and one call adds the squares.
+- `of-squares`: each rank adds the squares of its whole shard, and one call adds these sums.
 
-In the last two, squares are added in fp32, and a clip form that takes the root takes it from this
+In the last three, squares are added in fp32, and a clip form that takes the root takes it from this
 sum. With `reported`, the reference uses the reported norm, unchecked.
 """
 
@@ -27,12 +28,14 @@ from torch import Tensor
 from zero_sim.reference.adding import AddOrder, add_ranks
 from zero_sim.reference.gradient import Measure, measure, squares_within_reach
 
-Norm = Literal["of-elements", "of-params", "of-rows", "of-own-params", "of-shards", "reported"]
+Norm = Literal[
+    "of-elements", "of-params", "of-rows", "of-own-params", "of-shards", "of-squares", "reported"
+]
 """Norm rule. `of-elements` is one fp64 sum over all elements; for the rest see [Note: norms of
 norms]."""
 
 NORMS: tuple[Norm, ...] = get_args(Norm)
-ROOTED: tuple[Norm, ...] = ("of-elements", "of-own-params", "of-shards")
+ROOTED: tuple[Norm, ...] = ("of-elements", "of-own-params", "of-shards", "of-squares")
 """Rules with a single sum of squares, whose root a clip form may take."""
 
 
@@ -83,10 +86,8 @@ def measure_by(
             taken = norm_of_params(grads.values())
         case "of-rows":
             taken = norm_of_rows(list(grads.values()), rank_count=rank_count, order=order)
-        case "of-own-params" | "of-shards":
-            added = squares_of_holdings(
-                grads, holdings=holdings, order=order, joined=norm == "of-shards"
-            )
+        case "of-own-params" | "of-shards" | "of-squares":
+            added = squares_of_holdings(norm, grads, holdings=holdings, order=order)
             taken, squares = added.sqrt(), float(added)
     device = whole.norm.device
     # Certified, because the rule fixes both the pieces and their summation order.
@@ -138,15 +139,15 @@ def norm_of_rows(grads: Sequence[Tensor], *, rank_count: int, order: AddOrder) -
 
 
 def squares_of_holdings(
-    grads: Mapping[str, Tensor], *, holdings: Holdings, order: AddOrder, joined: bool
+    norm: Norm, grads: Mapping[str, Tensor], *, holdings: Holdings, order: AddOrder
 ) -> Tensor:
     """Add the ranks' squared norms over their owned parts; 0-D fp32.
 
     Args:
+        norm: `of-own-params`, `of-shards` or `of-squares`.
         grads: fp32, by param that has a gradient.
         holdings: Owned parts by rank.
         order: Summation order over ranks; must not depend on positions.
-        joined: True for a single norm per shard, False for a norm over the parts' norms.
     """
     zero = torch.zeros((), device=next((grad.device for grad in grads.values()), None))
     squares: list[Tensor] = []
@@ -155,11 +156,11 @@ def squares_of_holdings(
         # A rank without parts still joins the call, with a zero.
         if not parts:
             squares.append(zero)
-        elif joined:
-            squares.append(_squares_of_shards(parts))
-        else:
+        elif norm == "of-own-params":
             each = [torch.linalg.vector_norm(part) for _, part in parts]
             squares.append(torch.linalg.vector_norm(torch.stack(each)).square())
+        else:
+            squares.append(_squares_of_shards(norm, parts))
     return add_ranks(squares, order=order) if squares else zero
 
 
@@ -199,13 +200,18 @@ def _part(grads: Mapping[str, Tensor], held: Holding) -> Tensor:
     return grads[held.param].reshape(-1)[held.start : held.stop]
 
 
-def _squares_of_shards(parts: Sequence[tuple[Holding, Tensor]]) -> Tensor:
+def _squares_of_shards(norm: Norm, parts: Sequence[tuple[Holding, Tensor]]) -> Tensor:
     """Add the squared norms of a rank's shards, in sequence."""
     # A rank may own shards of several buffers.
     shards: dict[tuple[int, int], list[tuple[Holding, Tensor]]] = {}
     for held, part in parts:
         shards.setdefault(held.shard, []).append((held, part))
-    squares = [torch.linalg.vector_norm(_shard(each)).square() for each in shards.values()]
+    whole = [_shard(each) for each in shards.values()]
+    if norm == "of-squares":
+        # torch's `sum` adds other pairs than its norm, so the bits differ.
+        squares = [shard.square().sum() for shard in whole]
+    else:
+        squares = [torch.linalg.vector_norm(shard).square() for shard in whole]
     total = squares[0]
     # A plain chain, because `sum` on a stack would choose its own order.
     for each in squares[1:]:

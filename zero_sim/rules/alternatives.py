@@ -221,7 +221,7 @@ def norm_steps(again: Again) -> dict[str, StepAgain]:
     is_free = again.scenario.world.order in POSITION_FREE
     known: Sequence[Norm] = NORMS if is_free else ("of-elements", "of-params")
     # Norms over owned parts need reported ownership.
-    unknown = () if any(again.holdings) else ("of-own-params", "of-shards")
+    unknown = () if any(again.holdings) else ("of-own-params", "of-shards", "of-squares")
     others = [norm for norm in known if norm not in (rules.norm, "reported", *unknown)]
     return {f"norm = {norm!r}": again.by(replace(rules, norm=norm)) for norm in others}
 

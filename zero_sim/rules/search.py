@@ -6,14 +6,14 @@ and did not show it. Then sum rules are tried in order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from zero_sim.backends.worlds import WorldPool
 from zero_sim.errors import EnvironmentProblem, UsageError
 from zero_sim.findings.records import CaseResult, Finding
-from zero_sim.reference import DIVIDE_RULES
+from zero_sim.reference import CLIP_FORMS, DIVIDE_RULES, NORMS
 from zero_sim.rules.declared import WithNumerics, declared_by, in_words, with_change
 from zero_sim.rules.judging import run_case
 from zero_sim.run.refused_sizes import refused_size
@@ -202,6 +202,8 @@ class RuleSearch:
                 continue
             self._note(result, candidate, case=case, passed=passed)
             changes, guessed = self._changes(result, tried=tried, may_guess=may_guess)
+            if case.optimizer.clip_norm is not None:
+                changes = (*changes, *_clipped_otherwise(result, candidate))
             for change in changes if depth else ():
                 changed_to = with_change(candidate, change)
                 if changed_to in tried.candidates or len(tried.candidates) >= _TRIED_MAX:
@@ -257,3 +259,19 @@ class RuleSearch:
         # Keep the best attempt, for messages.
         if self.nearest is None or failed.nearness > self.nearest.nearness:
             self.nearest = failed
+
+
+def _clipped_otherwise(
+    result: CaseResult, candidate: Mapping[str, Any]
+) -> Iterator[Mapping[str, Any]]:
+    """Yield other norm or clip rules if the first difference is in a clipped gradient."""
+    if result.findings[0].check is not Check.EQUALITY_GRAD:
+        return
+    # Other points of the step come before clipping, so neither rule changes them.
+    if candidate.get("reported_grads") != "after-clip":
+        return
+    # The clip coefficient follows from the norm, so the norm is found first.
+    if any(finding.check is Check.EQUALITY_NORM for finding in result.findings):
+        yield from ({"norm": norm} for norm in NORMS)
+    else:
+        yield from ({"clip": form} for form in CLIP_FORMS)

@@ -155,6 +155,7 @@ class Numerics:
     - `of-own-params`: each rank takes a norm of each of its parts of params, and the norm of these;
       one fp32 call adds the squares, as in fairscale's OSS and Megatron-LM.
     - `of-shards`: the same, with a single norm over the rank's whole shard.
+    - `of-squares`: each rank takes `shard.square().sum()`; one fp32 call adds these sums.
     - `reported`: the norm that the engine reports, in fp32 or fp64, without comparison."""
     # All forms are mathematically equal, but differ by a few ulps in fp32.
     clip: ClipForm | ClipFunction = "fp32-division"
@@ -294,7 +295,7 @@ class Numerics:
         if scenario.optimizer.clip_norm is not None:
             yield from self._not_clipped(scenario)
         # These norms add squares over ranks in a call whose offsets are not reported.
-        of_parts = self.norm in ("of-rows", "of-own-params", "of-shards")
+        of_parts = self.norm in ("of-rows", "of-own-params", "of-shards", "of-squares")
         # If the order is unknown, such a norm is not compared.
         known = scenario.world.order_known
         if of_parts and known and scenario.world.order not in POSITION_FREE:
