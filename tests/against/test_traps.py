@@ -140,7 +140,7 @@ def test_deadlock_on_several_ranks_only_is_different(judged):
     code = RIGHT + "if ranks > 1 and rank == 0:\n    dist.barrier()\n"
     verdict = judged("train.py", code=code).verdict
     assert verdict.outcome == "different"
-    assert "that on 1 rank does not" in verdict.reason
+    assert "the run on 1 rank does not" in verdict.reason
 
 
 def test_other_rows_are_inconclusive(judged):

@@ -91,7 +91,7 @@ def test_worker_that_dies_on_start_is_reported_with_its_status(tmp_path, monkeyp
         f"import os\nimport zero_sim.backends.worker as worker\nworker.{death}\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    ended = f"rank [01] died: its process ended with {said}"
+    ended = f"rank [01] that died: its process ended with {said}"
     with Teams(preload=("deadly",)) as teams:
         with pytest.raises(EnvironmentProblem, match=ended):
             teams.run("anything:at_all", {}, size=2, timeout_seconds=60.0)
