@@ -39,7 +39,7 @@ campaign.recheck = lambda findings, **options: iter(())
 
 def run(batches, folder=folder):
     plan = Plan(head=HEAD, cases=50 * batches, corpus=folder)
-    return run_campaign(plan, pool=Pool(), render=str, tell=lambda totals: None)
+    return run_campaign(plan, pool=Pool(), render=str, on_batch=lambda totals: None)
 
 def count_lines(note):
     def trace(frame, event, arg):
