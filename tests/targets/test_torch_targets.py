@@ -27,6 +27,8 @@ from zero_sim.testing import NotConformant, conformance
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Grad strides do not match:UserWarning"),
     pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true:UserWarning"),
+    # A rank whose shards are all empty has no gradients.
+    pytest.mark.filterwarnings("ignore:Called FSDP.clip_grad_norm_:UserWarning"),
 ]
 
 NAMES = ["torch-ddp", "torch-zero-redundancy", "torch-fsdp1", "torch-fsdp2"]
