@@ -184,14 +184,13 @@ def _write_reports(options: AgainstOptions, reported: Sequence[Reported], *, sta
 def _command(options: AgainstOptions, side: Side, *, seed: int, words: Sequence[str]) -> str:
     """Return the command that judges a side again."""
     settings = side.settings
-    given = ["--against", str(options.against), *world_words(settings)]
+    given = ["--against", str(options.against)]
+    given += world_words(settings, allowed_drift=side.allowed_drift)
     # The defaults of a single run.
     given += ["--timing", settings.timing] if settings.timing != "eager" else []
     given += ["--schedule", settings.schedule] if settings.schedule != "round-robin" else []
     given += ["--races"] if settings.races else []
     given += ["--seed", str(seed)] if seed else []
-    for name in side.allowed_drift:
-        given += ["--allow-drift", name]
     for flag, value in (
         ("--arguments-of-one", options.arguments_of_one),
         ("--arguments-of-stopped", options.arguments_of_stopped),

@@ -11,12 +11,13 @@ if TYPE_CHECKING:
     from zero_sim.script.settings import Settings
 
 
-def world_words(settings: Settings) -> list[str]:
+def world_words(settings: Settings, *, allowed_drift: Sequence[str] = ()) -> list[str]:
     """Return the options of `zero-sim torchrun` that differ from their defaults.
 
     Args:
         settings: The world's settings. Schedule, timing and races are omitted, because their
             defaults depend on the number of runs.
+        allowed_drift: Names of tensors that may differ among ranks.
     """
     from zero_sim.script.launch import Settings
 
@@ -37,6 +38,8 @@ def world_words(settings: Settings) -> list[str]:
     words += [flag for flag, given in flags if given]
     for package in settings.packages:
         words += ["--own-modules", package]
+    for name in allowed_drift:
+        words += ["--allow-drift", name]
     return words
 
 
@@ -55,17 +58,15 @@ def repeat_command(
         seeds: A seed per run.
         words: Script and arguments.
         ignored: Pattern for lines that are not compared.
-        allowed_drift: Names of tensors that may differ among ranks.
+        allowed_drift: As for `world_words`.
     """
-    options = world_words(settings)
+    options = world_words(settings, allowed_drift=allowed_drift)
     options += ["--timing", settings.timing, "--schedule", settings.schedule]
     # The default of --races is True for several runs.
     if settings.races != (len(seeds) > 1):
         options += ["--races" if settings.races else "--no-races"]
     if settings.shown is not None:
         options += ["--output-of", ",".join(map(str, sorted(settings.shown)))]
-    for name in allowed_drift:
-        options += ["--allow-drift", name]
     if ignored is not None:
         options += ["--ignore", ignored.pattern]
     if len(seeds) == 1:
